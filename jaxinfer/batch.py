@@ -1,0 +1,121 @@
+"""From a plan to what the device gets: one packed int32 buffer a step. numpy only.
+
+A step's input carries the ragged layout, the token ids that the device does not know yet, and the
+changes of page tables: O(tokens) bytes, never rows x table width (256 rows of 32k tokens in
+16-token pages would be 2 MB of table a step).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxinfer.request import Request
+from jaxinfer.scheduler import Plan, Row
+
+ON_DEVICE = -1  # token id: take the slot's last sampled token
+
+
+class StepShape(NamedTuple):
+    """The static sizes of a step: a bucket of T tokens, its rows, its changed table entries."""
+
+    num_tokens: int  # T
+    num_rows: int  # R: a row has at least one token
+    num_entries: int  # a row of n tokens takes at most 1 + (n - 1) // B new pages
+
+    @classmethod
+    def of_bucket(cls, num_tokens: int, max_rows: int, page_size: int) -> StepShape:
+        num_rows = min(num_tokens, max_rows)
+        return cls(num_tokens, num_rows, num_rows + num_tokens // page_size)
+
+
+class StepInputs(NamedTuple):
+    """The sections of the packed buffer: numpy on the host, traced arrays in the step."""
+
+    token_ids: np.ndarray  # [T], ON_DEVICE where the slot's last token is meant
+    target_ids: np.ndarray  # [T] the token that follows, for prompt log-probabilities
+    q_start: np.ndarray  # [R+1]
+    kv_len: np.ndarray  # [R]
+    row_slot: np.ndarray  # [R]
+    is_sampled: np.ndarray  # [R]
+    write_from: np.ndarray  # [R] positions before it are in shared pages already
+    prompt_len: np.ndarray  # [R]
+    entry_slot: np.ndarray  # [entries], past the last slot: no entry
+    entry_index: np.ndarray  # [entries]
+    entry_page: np.ndarray  # [entries]
+    wants_prompt_logprobs: np.ndarray  # [1]
+
+
+def _sizes(shape: StepShape) -> StepInputs:
+    T, R, entries = shape
+    return StepInputs(T, T, R + 1, R, R, R, R, R, entries, entries, entries, 1)  # type: ignore[arg-type]
+
+
+def packed_size(shape: StepShape) -> int:
+    return sum(_sizes(shape))  # type: ignore[arg-type]
+
+
+def unpack(packed, shape: StepShape) -> StepInputs:
+    """Views of the buffer's sections; works on numpy and on traced arrays."""
+    sections, at = [], 0
+    for size in _sizes(shape):
+        sections.append(packed[at : at + size])
+        at += size
+    return StepInputs(*sections)
+
+
+def build(plan: Plan, shape: StepShape, num_slots: int) -> np.ndarray:
+    """The packed int32 buffer of `plan`; its rows and tokens must fit `shape`."""
+    packed = np.zeros(packed_size(shape), np.int32)
+    inputs = unpack(packed, shape)
+    rows, num_rows = plan.rows, len(plan.rows)
+    assert num_rows <= shape.num_rows and len(plan.entries) <= shape.num_entries
+
+    num_tokens = np.fromiter((row.num_tokens for row in rows), np.int32, num_rows)
+    np.cumsum(num_tokens, out=inputs.q_start[1 : num_rows + 1])
+    inputs.q_start[num_rows + 1 :] = inputs.q_start[num_rows]
+    starts = np.fromiter((row.start for row in rows), np.int32, num_rows)
+    inputs.kv_len[:num_rows] = starts + num_tokens
+    inputs.row_slot[:num_rows] = [row.slot for row in rows]
+    inputs.is_sampled[:num_rows] = [row.is_sampled for row in rows]
+    inputs.write_from[:num_rows] = [row.request.num_shared for row in rows]
+    inputs.prompt_len[:num_rows] = [len(row.request.prompt_token_ids) for row in rows]
+
+    num_decodes = sum(1 for row in rows if row.num_tokens == 1)  # they come first
+    inputs.token_ids[:num_decodes] = [_one_token(row) for row in rows[:num_decodes]]
+    for i in range(num_decodes, num_rows):
+        row, at = rows[i], inputs.q_start[i]
+        ids = row.request.token_ids(row.start, row.start + row.num_tokens)
+        inputs.token_ids[at : at + len(ids)] = ids
+        inputs.token_ids[at + len(ids) : at + row.num_tokens] = ON_DEVICE
+
+    inputs.entry_slot[:] = num_slots
+    if plan.entries:
+        entries = np.asarray(plan.entries, np.int32).T
+        for section, values in zip(
+            (inputs.entry_slot, inputs.entry_index, inputs.entry_page), entries, strict=True
+        ):
+            section[: len(plan.entries)] = values
+
+    asking = [i for i, row in enumerate(rows) if row.request.params.prompt_logprobs is not None]
+    if asking:
+        inputs.wants_prompt_logprobs[0] = 1
+        for i in asking:
+            targets = _targets(rows[i].request, rows[i])
+            inputs.target_ids[inputs.q_start[i] : inputs.q_start[i] + len(targets)] = targets
+    return packed
+
+
+def _one_token(row: Row) -> int:
+    request, at = row.request, row.start
+    P = len(request.prompt_token_ids)
+    if at < P:
+        return request.prompt_token_ids[at]
+    at -= P
+    return request.output_token_ids[at] if at < len(request.output_token_ids) else ON_DEVICE
+
+
+def _targets(request: Request, row: Row) -> list[int]:
+    """The prompt tokens that follow the row's tokens; shorter where the prompt ends."""
+    return request.prompt_token_ids[row.start + 1 : row.start + 1 + row.num_tokens]

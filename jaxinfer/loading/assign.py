@@ -1,0 +1,105 @@
+"""From a checkpoint's tensors to a model's weights: names, shapes, types, all checked first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfer.loading.checkpoint import Checkpoint, CheckpointError, StoredTensor
+from jaxinfer.models import GGUF_FAMILIES, HF_FAMILIES
+from jaxinfer.models.family import Transform, WeightTable
+from jaxinfer.models.functional import FunctionalModel, ParameterSpec, Weights
+from jaxinfer.nn.layers import Numerics
+
+NUM_THREADS = 2  # tensors in flight: what peak host memory holds besides the weights
+
+
+def functional_model(checkpoint: Checkpoint, numerics: Numerics) -> FunctionalModel:
+    """The model that the checkpoint describes; `CheckpointError` for an unknown architecture or
+    hyperparameters that do not hold together."""
+    if checkpoint.format == "gguf":
+        key, families = "general.architecture", GGUF_FAMILIES
+    else:
+        key, families = "model_type", HF_FAMILIES
+    name = checkpoint.metadata.get(key)
+    family = families.get(name) if isinstance(name, str) else None
+    if family is None:
+        raise CheckpointError(
+            f"{checkpoint.path}: {key} is {name!r}; this build runs {', '.join(sorted(families))}"
+        )
+    read = family.config_from_gguf if checkpoint.format == "gguf" else family.config_from_hf
+    try:
+        config = read(checkpoint.metadata, checkpoint.tensors)
+    except (ValueError, TypeError, ArithmeticError, KeyError) as error:
+        raise CheckpointError(f"{checkpoint.path}: {error}") from error
+    return FunctionalModel(family, config, numerics)
+
+
+def load_weights(
+    checkpoint: Checkpoint,
+    model: FunctionalModel,
+    *,
+    on_progress: Callable[[int], None] = lambda num_bytes: None,
+) -> Weights:
+    """The model's weights in its own order, one device array each, in the model's type.
+
+    All missing, unexpected and misshapen tensors are named in one `CheckpointError`, before any is
+    read. A weight with a NaN or an infinity is refused. Reads tensor by tensor from the memory
+    map. `on_progress` gets the bytes of each parameter as it is done.
+    """
+    family = model.family
+    table = family.gguf_weights if checkpoint.format == "gguf" else family.hf_weights
+    sources = _match(checkpoint, model, table)
+
+    def load(spec: ParameterSpec, tensor: StoredTensor, transform: Transform) -> jax.Array:
+        stored = tensor.read()
+        values = np.asarray(transform.apply(stored, spec.shape))
+        # Summing finds NaN and infinity without a temporary of the tensor's size.
+        with np.errstate(over="ignore", invalid="ignore"):
+            if not np.isfinite(values.sum(dtype=np.float64)):
+                bad = np.count_nonzero(~np.isfinite(values.astype(np.float32)))
+                raise CheckpointError(
+                    f"{checkpoint.path}: {tensor.name} holds {bad} values that are NaN or infinite; "
+                    "the file is damaged or was converted wrongly: fetch or convert it again"
+                )
+        array = jnp.asarray(np.ascontiguousarray(values.astype(spec.dtype, copy=False)))
+        on_progress(spec.nbytes)
+        return array
+
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        futures = [pool.submit(load, *source) for source in sources]
+        try:
+            return tuple(future.result() for future in futures)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _match(
+    checkpoint: Checkpoint, model: FunctionalModel, table: WeightTable
+) -> list[tuple[ParameterSpec, StoredTensor, Transform]]:
+    problems, sources, used = [], [], set()
+    for spec in model.parameters:
+        name, transform = table.lookup(spec.path)
+        used.add(name)
+        tensor = checkpoint.tensors.get(name)
+        if tensor is None:
+            problems.append(f"{name} is missing (for {spec.path}, {list(spec.shape)})")
+            continue
+        wanted = transform.stored_shape(spec.shape)
+        if tuple(tensor.shape) != tuple(wanted):
+            problems.append(f"{name} has shape {list(tensor.shape)}; expected {list(wanted)}")
+        sources.append((spec, tensor, transform))
+    problems += [
+        f"{name} {list(checkpoint.tensors[name].shape)} belongs to no parameter of "
+        f"{model.family.name}"
+        for name in checkpoint.tensors
+        if name not in used and not table.is_ignored(name)
+    ]
+    if problems:
+        raise CheckpointError.listing(checkpoint.path, problems)
+    return sources

@@ -1,0 +1,165 @@
+"""What every checkpoint reader hands on: named tensors on disk, metadata, generation defaults.
+
+Nothing here knows about models or parameters, and nothing imports jax: a reader describes a file,
+`jaxinfer.loading.assign` decides what its tensors mean.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+if TYPE_CHECKING:
+    from jaxinfer.tokenizer import Tokenizer
+
+MAX_PROBLEMS_SHOWN = 20
+MAX_JSON_BYTES = 64 * 2**20  # configs are kilobytes; the index of a 1T model is a few megabytes
+
+# Stored names of the number formats that are read as they are; GGUF and safetensors agree on them
+# save for the 8-bit floats, which only safetensors has.
+PLAIN_DTYPES: Mapping[str, np.dtype[Any]] = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I16": np.dtype(np.int16),
+    "I8": np.dtype(np.int8),
+    "U64": np.dtype(np.uint64),
+    "U32": np.dtype(np.uint32),
+    "U16": np.dtype(np.uint16),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+}
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used: names the file, the value, the limit and the way out."""
+
+    @classmethod
+    def listing(cls, where: str | Path, problems: Sequence[str]) -> CheckpointError:
+        """One error for all `problems` found in `where`, the first twenty spelled out."""
+        if len(problems) == 1:
+            return cls(f"{where}: {problems[0]}")
+        lines = [f"  - {problem}" for problem in problems[:MAX_PROBLEMS_SHOWN]]
+        if len(problems) > MAX_PROBLEMS_SHOWN:
+            lines.append(f"  - and {len(problems) - MAX_PROBLEMS_SHOWN} more")
+        return cls(f"{where}: {len(problems)} problems\n" + "\n".join(lines))
+
+
+class Bytes(NamedTuple):
+    """A stretch of a file."""
+
+    path: Path
+    offset: int
+    size: int
+
+    def map(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> np.ndarray:
+        """A read-only view of the stretch, mapped for as long as the view lives.
+
+        Each call maps anew, so pages touched by one tensor leave the resident set when its view is
+        dropped; one mapping for the whole file would keep every page it ever read. A view that
+        the file's layout leaves unaligned is copied. `CheckpointError` if the file has shrunk.
+        """
+        if self.size == 0:
+            return np.empty(shape, dtype)
+        try:
+            raw = np.memmap(self.path, np.uint8, "r", self.offset, (self.size,))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"{self.path}: bytes {self.offset} to {self.offset + self.size} could not be mapped"
+                f" ({error}); was the file changed or cut while in use? Fetch it again."
+            ) from error
+        view = raw.view(np.ndarray).view(dtype).reshape(shape)
+        return view if view.flags.aligned else view.copy()
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor in a file; nothing is read until `read`.
+
+    `shape` is numpy's row-major order, so a linear weight is `[out, in]` in every format. `dtype`
+    is the stored name ("F32", "BF16", "Q4_1", ...) and `nbytes` the size in the file.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    _load: Callable[[], np.ndarray] = field(repr=False, compare=False)
+
+    def read(self) -> np.ndarray:
+        """The values, `shape`-shaped: quantized types as float32, others in their own dtype.
+
+        The result may be a read-only view of the mapped file: keep it no longer than needed.
+        """
+        return self._load()
+
+
+@dataclass(frozen=True)
+class GenerationDefaults:
+    """What a checkpoint says about generating with it; `None` or `()` where it is silent."""
+
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    pad_token_id: int | None = None
+    do_sample: bool | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An opened checkpoint: headers are read and checked, tensors are still on disk.
+
+    `metadata` holds the GGUF key-values without the vocabulary arrays, or the dictionary of
+    `config.json`. `path` is the file (the first one of a split GGUF) or the directory.
+    """
+
+    path: Path
+    format: Literal["gguf", "safetensors"]
+    name: str
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, StoredTensor]
+    generation: GenerationDefaults
+    _build_tokenizer: Callable[[], Tokenizer] = field(repr=False, compare=False)
+
+    def tokenizer(self) -> Tokenizer:
+        """Build the tokenizer: a new one each call (tenths of a second), so keep it.
+
+        `CheckpointError` if the checkpoint carries none, or one of a kind not supported.
+        """
+        return self._build_tokenizer()
+
+
+def read_json_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """The object in a JSON file; `CheckpointError` for anything else, or past `max_bytes`."""
+    try:
+        size = path.stat().st_size
+        raw = path.read_bytes() if size <= max_bytes else b""
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error})") from error
+    if size > max_bytes:
+        raise CheckpointError(
+            f"{path}: {size:,} bytes of JSON, more than the limit of {max_bytes:,}; this is no "
+            "file of a usual checkpoint"
+        )
+    try:
+        value = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not valid JSON ({error}); fetch the file again") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: holds a JSON {type(value).__name__}, an object is needed")
+    return value

@@ -1,0 +1,48 @@
+"""Models by hub id, through `huggingface_hub` and its cache."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from jaxinfer.loading.checkpoint import CheckpointError
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+# What a Hugging Face directory needs; weights in pickles and in other frameworks' formats stay.
+ALLOW_PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
+# Second copies of the weights, in the publisher's own layout.
+IGNORE_PATTERNS = ["consolidated*", "original/*", "*/*"]
+
+
+def is_hub_id(source: str) -> bool:
+    """Whether `source` has the form organisation/name."""
+    return HUB_ID.fullmatch(source) is not None
+
+
+def download(hub_id: str) -> Path:
+    """The local snapshot of a hub model, fetched as far as it is not in the hub's cache.
+
+    `CheckpointError` if the hub cannot be reached or does not give the model out.
+    """
+    # Imported here: it takes a while, and local files need none of it.
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(
+                hub_id, allow_patterns=ALLOW_PATTERNS, ignore_patterns=IGNORE_PATTERNS
+            )
+        )
+    # Its errors share no base class: HTTP, cache, validation and socket errors come through.
+    except Exception as error:
+        raise CheckpointError(
+            f"{hub_id}: there is no such local path, and fetching it from the hub failed "
+            f"({type(error).__name__}: {_first_line(error)}). If the name is right, check the "
+            "network and, for a gated model, the token (HF_TOKEN). Local files, local directories "
+            'and "demo" work without the hub.'
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else "no message"

@@ -1,0 +1,90 @@
+"""The memory plan: how many pages fit beside the weights and the step's temporaries."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import jax
+
+from jaxinfer.config import CacheConfig, ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes on one device, and the pages that they make room for."""
+
+    weight_bytes: int
+    temporary_bytes: int  # of the largest step, as the compiler reports it
+    page_bytes: int  # one page over all layers, keys and values
+    num_pages: int
+    page_size: int
+    source: str  # what the number of pages was derived from
+
+    @property
+    def cache_bytes(self) -> int:
+        return self.num_pages * self.page_bytes
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of cache."""
+        return self.num_pages * self.page_size
+
+
+def device_limit(device: jax.Device) -> int | None:
+    """Bytes of memory that the device's allocator may hand out; None where it does not say."""
+    stats = device.memory_stats()
+    return int(stats["bytes_limit"]) if stats and stats.get("bytes_limit") else None
+
+
+def free_host_bytes() -> int:
+    """Memory the operating system can give to this process without swapping."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass  # not Linux: the total is the best figure that the standard library has
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def plan_pages(
+    cache: CacheConfig,
+    *,
+    weight_bytes: int,
+    temporary_bytes: int,
+    page_bytes: int,
+    min_tokens: int,
+    max_tokens: int,
+    limit: int | None,
+) -> MemoryPlan:
+    """Decide the number of pages.
+
+    Explicit `num_pages` or `memory_bytes` win; else, on a device with a `limit`, what is left of it
+    after weights and temporaries, times (1 - a tenth held back for fragmentation); else
+    `memory_fraction` of the host's free memory. Never more than `max_tokens` can use (all rows at
+    full length). Raises `ConfigError` if not even `min_tokens` tokens (one short request) fit.
+    """
+    most = -(-max_tokens // cache.page_size)
+    if cache.num_pages is not None:
+        num_pages, source = cache.num_pages, "cache.num_pages"
+    elif cache.memory_bytes is not None:
+        num_pages, source = cache.memory_bytes // page_bytes, "cache.memory_bytes"
+    elif limit is not None:
+        left = max(0, limit - weight_bytes - temporary_bytes)
+        num_pages = min(most, int(left * 0.9) // page_bytes)
+        source = f"90 % of what weights and temporaries leave of {limit:,} bytes"
+    else:
+        free = free_host_bytes()
+        num_pages = min(most, int(free * cache.memory_fraction) // page_bytes)
+        source = f"{cache.memory_fraction:.0%} of the host's {free:,} free bytes"
+    if num_pages * cache.page_size < min_tokens:
+        raise ConfigError(
+            f"the cache would hold {max(num_pages, 0)} pages of {cache.page_size} tokens "
+            f"({source}), less than one request of {min_tokens} tokens needs; set cache.num_pages "
+            "or cache.memory_bytes higher, or use a smaller model or dtype"
+        )
+    return MemoryPlan(
+        weight_bytes, temporary_bytes, page_bytes, num_pages, cache.page_size, source
+    )

@@ -1,0 +1,120 @@
+"""The decoder of the Llama-like families: pre-norm blocks of attention and a gated MLP.
+
+One file for all of them, told apart by `DecoderConfig`; a family that differs in structure gets a
+file of its own. Layers are a Python list, unrolled in the jit (compiled for an H100, a `lax.scan`
+over stacked weights copies every layer's weights each step).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxinfer.kv_cache import LayerPages, RaggedBatch
+from jaxinfer.nn.attention import Attention
+from jaxinfer.nn.layers import Embedding, GatedMLP, Linear, Numerics, RMSNorm, project
+from jaxinfer.nn.rope import Rope
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+    """Shape and variant of a decoder. Every field changes what is computed."""
+
+    vocab_size: int
+    num_layers: int
+    model_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_dim: int
+    max_len: int  # positions the model was made for
+    rope: Rope
+    norm_eps: float = 1e-6
+    activation: str = "silu"
+    is_tied: bool = False  # the head is the embedding
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+
+    def __post_init__(self):
+        wrong = [
+            f"{field.name} is {value}; it must be at least 1"
+            for field in dataclasses.fields(self)
+            if isinstance(value := getattr(self, field.name), int)
+            and not isinstance(value, bool)
+            and value < 1
+        ]
+        if not wrong and self.num_heads % self.num_kv_heads:
+            wrong.append(
+                f"num_heads {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}"
+            )
+        if not wrong and (self.rope.dim % 2 or not 2 <= self.rope.dim <= self.head_dim):
+            wrong.append(
+                f"rope.dim is {self.rope.dim}; it must be even, from 2 to head_dim {self.head_dim}"
+            )
+        if not 0 < self.norm_eps < 1:
+            wrong.append(f"norm_eps is {self.norm_eps}; it must lie between 0 and 1")
+        if wrong:
+            raise ValueError("the model's configuration does not hold together: " + "; ".join(wrong))
+
+
+class Block(nnx.Module):
+    def __init__(self, config: DecoderConfig, numerics: Numerics):
+        D, eps = config.model_dim, config.norm_eps
+        self.attention_norm = RMSNorm(D, eps, numerics)
+        self.attention = Attention(
+            D,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            numerics,
+            qkv_bias=config.qkv_bias,
+            out_bias=config.out_bias,
+        )
+        self.mlp_norm = RMSNorm(D, eps, numerics)
+        self.mlp = GatedMLP(
+            D, config.ffn_dim, config.activation, numerics, bias=config.mlp_bias
+        )
+
+    def __call__(self, x, angles, batch: RaggedBatch, pages: LayerPages):
+        attended, pages = self.attention(self.attention_norm(x), angles, batch, pages)
+        x = x + attended
+        return x + self.mlp(self.mlp_norm(x)), pages
+
+
+class Decoder(nnx.Module):
+    """Tokens of a ragged batch in, hidden states and the updated pages out."""
+
+    def __init__(self, config: DecoderConfig, numerics: Numerics):
+        self.config = config
+        self.numerics = numerics
+        self.embed = Embedding(config.vocab_size, config.model_dim, numerics)
+        self.blocks = nnx.List([Block(config, numerics) for _ in range(config.num_layers)])
+        self.norm = RMSNorm(config.model_dim, config.norm_eps, numerics)
+        shape, axes = (config.model_dim, config.vocab_size), ("model", "vocab")
+        self.head = None if config.is_tied else Linear("rd,dv->rv", shape, axes, numerics)
+
+    def __call__(
+        self, token_ids: Int[Array, "T"], batch: RaggedBatch, pages: Sequence[LayerPages]
+    ) -> tuple[Float[Array, "T D"], tuple[LayerPages, ...]]:
+        """Normed hidden states of every token; pages with the new keys and values."""
+        x = self.embed(token_ids)
+        angles = self.config.rope.angles(batch.positions, batch.rope_len)
+        new_pages = []
+        for i, (block, layer_pages) in enumerate(zip(self.blocks, pages, strict=True)):
+            with jax.named_scope(f"block_{i}"):
+                x, layer_pages = block(x, angles, batch, layer_pages)
+            new_pages.append(layer_pages)
+        return self.norm(x), tuple(new_pages)
+
+    def logits(self, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
+        """Next-token logits, float32."""
+        if self.head is None:
+            return self.embed.logits(hidden)
+        weight = self.head.weight[...]
+        return project(self.head.equation, hidden, weight, self.numerics, accumulate=jnp.float32)

@@ -1,0 +1,71 @@
+"""A Flax model as a pure function of a flat tuple of weights.
+
+The module is built abstractly (`nnx.eval_shape`: no array is made) and split once into a graph
+definition, which is static, and its leaves, which are data. Inside the jit they are merged and
+called. A flat tuple because of the price of a call, measured on one CPU host for 288 leaves:
+`nnx.jit(module)` 30.8 ms, `nnx.State` 0.43 ms, a flat tuple 0.11 ms.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxinfer.models.family import Family
+from jaxinfer.nn.layers import Numerics
+
+Weights = tuple[jax.Array, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterSpec:
+    """One parameter: its path in the module, shape, type and logical axes."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    axes: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class FunctionalModel:
+    """A family's module for one config, as static structure. Hashes by identity: it is a jit key."""
+
+    def __init__(self, family: Family, config: Any, numerics: Numerics):
+        self.family = family
+        self.config = config
+        self.numerics = numerics
+        abstract = nnx.eval_shape(lambda: family.build(config, numerics))
+        self._graph, state = nnx.split(abstract)
+        paths_and_leaves, self._treedef = jax.tree_util.tree_flatten_with_path(
+            state, is_leaf=lambda x: isinstance(x, nnx.Variable)
+        )
+        self.parameters = tuple(
+            ParameterSpec(_dotted(path), leaf.shape, leaf.dtype, leaf.get_metadata()["axes"])
+            for path, leaf in paths_and_leaves
+        )
+        self._variables = [leaf for _, leaf in paths_and_leaves]
+
+    def merge(self, weights: Weights) -> Any:
+        """The module holding `weights`, ordered as `parameters`; call it inside a jit."""
+        filled = [v.replace(w) for v, w in zip(self._variables, weights, strict=True)]
+        return nnx.merge(self._graph, jax.tree.unflatten(self._treedef, filled))
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(math.prod(p.shape) for p in self.parameters)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(p.nbytes for p in self.parameters)
+
+
+def _dotted(path: tuple[Any, ...]) -> str:
+    return ".".join(str(getattr(key, "key", key)) for key in path)

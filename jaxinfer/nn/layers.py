@@ -1,0 +1,127 @@
+"""Layers: parameters, products, norms. None knows a platform, a phase or a training switch.
+
+A parameter states its logical axes once (`parameter(shape, axes)`); sharding, loading and
+quantization derive from that. Weights are stored input dimension first, `[D, F]` for `x @ w`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+INVARIANT_TILE = 16  # tokens in every product of the batch-invariant mode
+
+
+@dataclasses.dataclass(frozen=True)
+class Numerics:
+    """How a model computes: the type of weights and activations, whether bits may depend on the
+    batch, and the attention backend where one is forced by name. Norms, softmax and logits are
+    float32 whatever `dtype` says."""
+
+    dtype: jnp.dtype = jnp.dtype(jnp.float32)
+    batch_invariant: bool = False
+    attention_backend: str | None = None
+
+
+def parameter(shape: tuple[int, ...], axes: tuple[str, ...], numerics: Numerics) -> nnx.Param:
+    """A parameter of zeros: models are built abstractly and filled by the loader."""
+    assert len(shape) == len(axes), (shape, axes)
+    return nnx.Param(jnp.zeros(shape, numerics.dtype), axes=axes)
+
+
+def project(
+    equation: str, x: jax.Array, weight: jax.Array, numerics: Numerics, accumulate=None
+) -> jax.Array:
+    """`einsum(equation, x, weight)` with x's first axis the tokens; the one product of the models.
+
+    The result has x's dtype, or `accumulate` where given. In the batch-invariant mode every
+    product has the same shape, `INVARIANT_TILE` tokens, so a token's bits do not depend on how
+    many others came with it.
+    """
+    result = accumulate or x.dtype
+    if not numerics.batch_invariant:
+        return jnp.einsum(equation, x, weight, preferred_element_type=result)
+    T = x.shape[0]
+    padded = jnp.pad(x, [(0, -T % INVARIANT_TILE)] + [(0, 0)] * (x.ndim - 1))
+    tiles = padded.reshape(-1, INVARIANT_TILE, *x.shape[1:])
+    product = lambda tile: jnp.einsum(equation, tile, weight, preferred_element_type=result)
+    out = jax.lax.map(product, tiles)
+    return out.reshape(-1, *out.shape[2:])[:T]
+
+
+class Linear(nnx.Module):
+    """`einsum(equation, x, weight) + bias`; the bias has the weight's output axes."""
+
+    def __init__(
+        self,
+        equation: str,
+        shape: tuple[int, ...],
+        axes: tuple[str, ...],
+        numerics: Numerics,
+        *,
+        bias_dims: tuple[int, ...] = (),
+    ):
+        """`bias_dims` names the weight's axes that the bias has; empty: no bias."""
+        self.equation = equation
+        self.numerics = numerics
+        self.weight = parameter(shape, axes, numerics)
+        bias_shape, bias_axes = (tuple(x[i] for i in bias_dims) for x in (shape, axes))
+        self.bias = parameter(bias_shape, bias_axes, numerics) if bias_dims else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        out = project(self.equation, x, self.weight[...], self.numerics)
+        return out if self.bias is None else out + self.bias[...]
+
+
+class RMSNorm(nnx.Module):
+    """`x / sqrt(mean(x^2) + eps) * weight` (arXiv:1910.07467), computed in float32."""
+
+    def __init__(self, dim: int, eps: float, numerics: Numerics):
+        self.eps = eps
+        self.weight = parameter((dim,), ("model",), numerics)
+
+    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        wide = x.astype(jnp.float32)
+        scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        return (wide * scale).astype(x.dtype) * self.weight[...]
+
+
+class Embedding(nnx.Module):
+    """Token vectors [V, D]; `logits` is the tied head."""
+
+    def __init__(self, vocab_size: int, dim: int, numerics: Numerics):
+        self.numerics = numerics
+        self.weight = parameter((vocab_size, dim), ("vocab", "model"), numerics)
+
+    def __call__(self, token_ids: jax.Array) -> jax.Array:
+        return self.weight[...][token_ids]
+
+    def logits(self, x: Float[Array, "R D"]) -> Float[Array, "R V"]:
+        return project("rd,vd->rv", x, self.weight[...], self.numerics, accumulate=jnp.float32)
+
+
+class GatedMLP(nnx.Module):
+    """`(act(x @ gate) * (x @ up)) @ down` (GLU variants, arXiv:2002.05202)."""
+
+    def __init__(self, dim: int, ffn_dim: int, activation: str, numerics: Numerics, *, bias: bool):
+        self.activation = activation
+        up_axes, down_axes = ("model", "ffn"), ("ffn", "model")
+        bias_dims = (1,) if bias else ()
+        self.gate = Linear("td,df->tf", (dim, ffn_dim), up_axes, numerics, bias_dims=bias_dims)
+        self.up = Linear("td,df->tf", (dim, ffn_dim), up_axes, numerics, bias_dims=bias_dims)
+        self.down = Linear("tf,fd->td", (ffn_dim, dim), down_axes, numerics, bias_dims=bias_dims)
+
+    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        return self.down(ACTIVATIONS[self.activation](self.gate(x)) * self.up(x))
+
+
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_pytorch_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "relu": jax.nn.relu,
+}

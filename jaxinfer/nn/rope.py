@@ -1,0 +1,179 @@
+"""Rotary position embedding (RoFormer, arXiv:2104.09864) and its context-extending scalings.
+
+A pair (x[i], x[i + dim/2]) is turned by the angle `position * frequency[i]`, with
+`frequency[i] = theta ** (-2i / dim)` changed by a scaling. Two scalings also look at how long the
+sequence is; here a token's *rope length* is `max(prompt length, position + 1)`, the length that
+Hugging Face's `generate` has seen when it first computes that token. So a token's angles depend on
+its request alone, never on how the prompt was cut into chunks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+
+def base_frequencies(theta: float, dim: int) -> np.ndarray:
+    """`theta ** (-2i/dim)` for i < dim/2, float32 [dim/2]."""
+    exponent = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
+    return (1.0 / np.float32(theta) ** exponent).astype(np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Unscaled:
+    """Plain RoPE. The other scalings derive from it and change `frequencies` or the factor."""
+
+    attention_factor: float = dataclasses.field(default=1.0, kw_only=True)
+
+    @property
+    def length_limit(self) -> int | None:
+        """The rope length up to which the frequencies do not depend on it; None: never."""
+        return None
+
+    def frequencies(self, theta: float, dim: int) -> np.ndarray:
+        """[dim/2] float32, for every rope length up to `length_limit`."""
+        return base_frequencies(theta, dim)
+
+    def frequencies_beyond(self, theta: float, dim: int, rope_len: jax.Array) -> jax.Array:
+        """[T, dim/2] float32 for tokens of rope lengths [T] above `length_limit`."""
+        raise AssertionError(f"{type(self).__name__} does not depend on the rope length")
+
+
+@dataclasses.dataclass(frozen=True)
+class Linear(Unscaled):
+    """Position interpolation: every frequency divided by `factor` (arXiv:2306.15595)."""
+
+    factor: float
+
+    def frequencies(self, theta: float, dim: int) -> np.ndarray:
+        return base_frequencies(theta, dim) / np.float32(self.factor)
+
+
+@dataclasses.dataclass(frozen=True)
+class Divided(Unscaled):
+    """Frequency i divided by `factors[i]`: how GGUF files store Llama 3's scaling."""
+
+    factors: tuple[float, ...]
+
+    def frequencies(self, theta: float, dim: int) -> np.ndarray:
+        return base_frequencies(theta, dim) / np.asarray(self.factors, np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Llama3(Unscaled):
+    """Llama 3.1: low frequencies divided by `factor`, high ones kept, a ramp between."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_len: int
+
+    def frequencies(self, theta: float, dim: int) -> np.ndarray:
+        frequency = base_frequencies(theta, dim)
+        turns = self.original_len * frequency / (2 * math.pi)  # over the original context
+        ramp = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        ramp = np.clip(ramp, 0, 1)
+        return ((1 - ramp) * frequency / self.factor + ramp * frequency).astype(np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Yarn(Unscaled):
+    """YaRN (arXiv:2309.00071): interpolate slow frequencies, keep fast ones, ramp by dimension."""
+
+    factor: float
+    original_len: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+    def frequencies(self, theta: float, dim: int) -> np.ndarray:
+        def dimension(num_turns: float) -> float:  # the dimension that turns so often
+            span = self.original_len / (num_turns * 2 * math.pi)
+            return dim * math.log(span) / (2 * math.log(theta))
+
+        low, high = dimension(self.beta_fast), dimension(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, dim - 1)
+        if low == high:
+            high += 0.001
+        ramp = np.clip((np.arange(dim // 2, dtype=np.float32) - low) / (high - low), 0, 1)
+        frequency = base_frequencies(theta, dim)
+        return (frequency / self.factor * ramp + frequency * (1 - ramp)).astype(np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Dynamic(Unscaled):
+    """Dynamic NTK: theta grows with the rope length once it passes `original_len`."""
+
+    factor: float
+    original_len: int
+
+    @property
+    def length_limit(self) -> int:
+        return self.original_len
+
+    def frequencies_beyond(self, theta: float, dim: int, rope_len: jax.Array) -> jax.Array:
+        growth = self.factor * rope_len / self.original_len - (self.factor - 1)
+        grown = theta * growth ** (dim / (dim - 2))  # [T]
+        return 1.0 / grown[:, None] ** (jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
+
+
+@dataclasses.dataclass(frozen=True)
+class LongRope(Unscaled):
+    """LongRoPE (arXiv:2402.13753): one divisor a frequency, another set past `original_len`."""
+
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    original_len: int
+
+    @property
+    def length_limit(self) -> int:
+        return self.original_len
+
+    def frequencies(self, theta: float, dim: int) -> np.ndarray:
+        return base_frequencies(theta, dim) / np.asarray(self.short_factor, np.float32)
+
+    def frequencies_beyond(self, theta: float, dim: int, rope_len: jax.Array) -> jax.Array:
+        frequency = base_frequencies(theta, dim) / np.asarray(self.long_factor, np.float32)
+        return jnp.broadcast_to(frequency, (rope_len.shape[0], dim // 2))
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """RoPE of a model: `theta`, the head dimensions it turns, and the scaling."""
+
+    theta: float
+    dim: int
+    scaling: Unscaled = Unscaled()
+
+    def angles(
+        self, positions: Int[Array, "T"], rope_len: Int[Array, "T"]
+    ) -> tuple[Float[Array, "T dim/2"], Float[Array, "T dim/2"]]:
+        """Cosine and sine of every token's angles, float32, times the attention factor."""
+        frequency = jnp.asarray(self.scaling.frequencies(self.theta, self.dim))
+        limit = self.scaling.length_limit
+        if limit is not None:
+            beyond = self.scaling.frequencies_beyond(self.theta, self.dim, rope_len)
+            frequency = jnp.where(rope_len[:, None] > limit, beyond, frequency)
+        angle = positions[:, None].astype(jnp.float32) * frequency
+        factor = self.scaling.attention_factor
+        return jnp.cos(angle) * factor, jnp.sin(angle) * factor
+
+
+def rotate(
+    x: Float[Array, "T heads H"], cos: Float[Array, "T half"], sin: Float[Array, "T half"]
+) -> Float[Array, "T heads H"]:
+    """Turn the first `2 * half` dimensions of every head; the rest pass through. In float32."""
+    half = cos.shape[1]
+    cos, sin = cos[:, None], sin[:, None]
+    a = x[..., :half].astype(jnp.float32)
+    b = x[..., half : 2 * half].astype(jnp.float32)
+    turned = [a * cos - b * sin, b * cos + a * sin]
+    rest = [x[..., 2 * half :]] if 2 * half < x.shape[-1] else []
+    return jnp.concatenate([t.astype(x.dtype) for t in turned] + rest, axis=-1)

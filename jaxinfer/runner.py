@@ -1,0 +1,162 @@
+"""The runner: weights and state on the device, and the compiled programs that work on them.
+
+Programs are compiled ahead of time, one a bucket, and called as compiled: after warm-up nothing
+can compile unseen. A bucket that warm-up left out is compiled when first needed, with a warning,
+and counted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+
+from jaxinfer import kv_cache, step
+from jaxinfer.batch import StepShape, build, packed_size
+from jaxinfer.config import EngineConfig
+from jaxinfer.memory import MemoryPlan, device_limit, plan_pages
+from jaxinfer.models.functional import FunctionalModel, Weights
+from jaxinfer.scheduler import Plan
+
+CPU_SAMPLE_TILE = 8  # rows sampled at once on a CPU: their temporaries stay in its cache
+
+
+class Runner:
+    """Runs plans. `max_len` is the longest request in tokens; it fixes the page table's width."""
+
+    def __init__(self, model: FunctionalModel, weights: Weights, config: EngineConfig, max_len: int):
+        self.model = model
+        self.weights = weights
+        self.config = config
+        self.max_len = max_len
+        self.num_slots = config.scheduler.max_rows
+        self.num_late_compiles = 0  # programs compiled after warm-up
+        self.compile_seconds: dict[str, float] = {}
+        self._is_warm = False
+        self._programs: dict[str, Any] = {}
+        on_cpu = jax.default_backend() == "cpu"
+        self.program = step.Program(
+            model,
+            page_size=config.cache.page_size,
+            sample_tile=CPU_SAMPLE_TILE if on_cpu else None,
+        )
+        self.memory = self._plan_memory()
+        self.state = self._state(self.memory.num_pages)
+        self.table_width = self.state.page_table.shape[1]
+
+    @property
+    def cache_dtype(self) -> jnp.dtype:
+        name = self.config.cache.dtype
+        return self.model.numerics.dtype if name == "model" else jnp.dtype(name)
+
+    @property
+    def num_compiled(self) -> int:
+        return len(self._programs)
+
+    def shape_for(self, num_tokens: int) -> StepShape:
+        """The smallest bucket that holds `num_tokens`."""
+        bucket = next(b for b in self.config.buckets if b >= num_tokens)
+        return StepShape.of_bucket(bucket, self.num_slots, self.config.cache.page_size)
+
+    def warm_up(self, on_progress: Callable[[str], None] = lambda program: None) -> None:
+        """Compile every program; `on_progress` gets the name of each one done."""
+        for bucket in reversed(self.config.buckets):
+            shape = self.shape_for(bucket)
+            self._step_program(shape)
+            on_progress(f"step of {bucket} tokens")
+        self._admit_program()
+        self._extras_program()
+        on_progress("admission")
+        self._is_warm = True
+
+    def dispatch(self, plan: Plan) -> step.StepOutput:
+        """Start a step and return at once; its output is read by `np.asarray`."""
+        shape = self.shape_for(plan.num_tokens)
+        packed = build(plan, shape, self.num_slots)
+        self.state, output = self._step_program(shape)(self.weights, self.state, packed)
+        return output
+
+    def admit(self, admission: step.Admission, extras: step.SlotExtras | None) -> None:
+        """Write a request into its slot, ahead of the step that first runs it."""
+        self.state = self._admit_program()(self.state, admission.pack(self.table_width))
+        if extras is not None:
+            slot = np.int32(admission.slot)
+            self.state = self._extras_program()(self.state, slot, extras)
+
+    def _step_program(self, shape: StepShape) -> Any:
+        name = f"step[{shape.num_tokens}]"
+        if name in self._programs:
+            return self._programs[name]
+        return self._compile(name, lambda: self._lower_step(self.state, shape))
+
+    def _admit_program(self) -> Any:
+        if "admit" in self._programs:
+            return self._programs["admit"]
+        size = 1 + self.table_width + step.NUM_INTS + step.NUM_FLOATS
+        packed = jax.ShapeDtypeStruct((size,), jnp.int32)
+        return self._compile("admit", lambda: step.admit.lower(self.state, packed))
+
+    def _extras_program(self) -> Any:
+        if "admit_extras" in self._programs:
+            return self._programs["admit_extras"]
+        one_slot = lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype)
+        extras = jax.tree.map(one_slot, self.state.sampling.extras)
+        slot = jax.ShapeDtypeStruct((), jnp.int32)
+        return self._compile(
+            "admit_extras", lambda: step.admit_extras.lower(self.state, slot, extras)
+        )
+
+    def _compile(self, name: str, lower: Callable[[], Any]) -> Any:
+        if self._is_warm:
+            self.num_late_compiles += 1
+            logging.warning("%s is compiled after warm-up: requests wait for it", name)
+        start = time.perf_counter()
+        self._programs[name] = lower().compile()
+        self.compile_seconds[name] = time.perf_counter() - start
+        return self._programs[name]
+
+    def _lower_step(self, state: step.EngineState, shape: StepShape) -> Any:
+        packed = jax.ShapeDtypeStruct((packed_size(shape),), jnp.int32)
+        return step.step.lower(self.weights, state, packed, program=self.program, shape=shape)
+
+    def _state(self, num_pages: int) -> step.EngineState:
+        return step.initial_state(
+            self.model,
+            num_pages=num_pages,
+            page_size=self.config.cache.page_size,
+            num_slots=self.num_slots,
+            max_len=self.max_len,
+            cache_dtype=self.cache_dtype,
+        )
+
+    def _plan_memory(self) -> MemoryPlan:
+        config, cache = self.model.config, self.config.cache
+        limit = device_limit(jax.devices()[0])
+        page_bytes = kv_cache.page_bytes(
+            config.num_layers,
+            config.num_kv_heads,
+            cache.page_size,
+            config.head_dim,
+            self.cache_dtype,
+        )
+        return plan_pages(
+            cache,
+            weight_bytes=sum(w.nbytes for w in self.weights),
+            temporary_bytes=0 if limit is None else self._temporary_bytes(),
+            page_bytes=page_bytes,
+            min_tokens=2,
+            max_tokens=self.num_slots * self.max_len,
+            limit=limit,
+        )
+
+    def _temporary_bytes(self) -> int:
+        """Of the largest step, by the compiler's account; pages are counted apart, so one will do."""
+        state = jax.eval_shape(lambda: self._state(1))
+        shape = self.shape_for(self.config.buckets[-1])
+        analysis = self._lower_step(state, shape).compile().memory_analysis()
+        return int(analysis.temp_size_in_bytes + analysis.output_size_in_bytes)

@@ -1,0 +1,225 @@
+"""The scheduler: which rows run in a step, how many tokens each, and on which pages.
+
+Pure Python over integers, no phases. Each step has one budget of tokens; every running request
+lets its computed tokens catch up with its known ones. A decode (one token to go) is served before
+the chunks of prefills, then waiting requests join while budget, slots and pages last. A prefix-cache
+hit, a chunk and a re-computation after preemption are the same arithmetic (`request.py`).
+
+When pages run out, the running request that the policy puts last is *preempted*: its pages go back
+(full ones into the prefix cache), and it waits to be computed again. The first in order always gets
+through, since a request that the whole pool cannot hold is refused at admission.
+"""
+
+from __future__ import annotations
+
+import bisect
+from typing import NamedTuple
+
+from jaxinfer.pages import PagePool, page_key
+from jaxinfer.policies import Policy
+from jaxinfer.request import FinishReason, Request
+
+
+class Row(NamedTuple):
+    """One request's share of a step: tokens [start, start + num_tokens)."""
+
+    request: Request
+    slot: int
+    start: int
+    num_tokens: int
+    is_sampled: bool
+
+
+class PageEntry(NamedTuple):
+    """A new entry of a slot's page table."""
+
+    slot: int
+    index: int
+    page: int
+
+
+class Plan(NamedTuple):
+    """A step. `admitted` rows have their whole slot written before it, the others get `entries`."""
+
+    rows: list[Row]  # decodes first
+    admitted: list[Request]
+    entries: list[PageEntry]
+    preempted: list[Request]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.num_tokens for row in self.rows)
+
+
+class Scheduler:
+    """Owns the queues, the slots and the page pool.
+
+    `max_tokens` is the budget of a step, `max_rows` the number of slots. Requests must fit:
+    `pool.pages_for(request.max_len - 1) <= pool.num_pages` (the engine checks at admission).
+    """
+
+    def __init__(self, pool: PagePool, policy: Policy, *, max_tokens: int, max_rows: int):
+        self.pool = pool
+        self.policy = policy
+        self.max_tokens = max_tokens
+        self.waiting: list[Request] = []  # in the policy's order
+        self.running: list[Request] = []  # the same
+        self._free_slots = list(range(max_rows - 1, -1, -1))
+        self.num_preemptions = 0
+
+    @property
+    def has_requests(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, request: Request) -> None:
+        bisect.insort(self.waiting, request, key=self.policy.order)
+
+    def schedule(self) -> Plan:
+        """Plan a step and count its tokens as computed. Pages and slots are taken here."""
+        plan = Plan([], [], [], [])
+        budget = self._run(plan)
+        if not plan.preempted:
+            self._admit(plan, budget)
+        self.policy.planned(len(self.waiting))
+        plan.rows.sort(key=lambda row: row.num_tokens > 1)  # stable: decodes first
+        for row in plan.rows:
+            row.request.num_computed += row.num_tokens
+            row.request.num_pending += row.is_sampled
+        return plan
+
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        """Take a request out, wherever it is; its pages and slot are free at once.
+
+        Safe while a step that holds it is in flight: the device runs steps in order, so whoever
+        gets the pages next overwrites what that step still writes.
+        """
+        request.finish_reason = reason
+        if request.slot is not None:
+            self.running.remove(request)
+            self._give_back(request)
+        else:
+            self.waiting.remove(request)
+
+    def register_pages(self, request: Request) -> None:
+        """Put the request's pages that are full, computed and read into the prefix cache."""
+        if request.cache_root is None or request.slot is None:
+            return
+        B = self.pool.page_size
+        num_full = min(request.num_computed, request.num_read) // B
+        for index in range(len(request.page_keys), num_full):
+            parent = request.page_keys[-1] if request.page_keys else request.cache_root
+            token_ids = request.token_ids(index * B, (index + 1) * B)
+            key = page_key(parent, token_ids)
+            request.page_keys.append(key)
+            self.pool.register(request.pages[index], key, token_ids)
+
+    def check(self) -> None:
+        """Assert the laws that tie requests, slots and pages together."""
+        self.pool.check()
+        held: dict[int, int] = {}
+        for request in self.running:
+            assert request.slot is not None and not request.is_finished
+            assert len(request.pages) >= self.pool.pages_for(request.num_computed), request.id
+            for page in request.pages:
+                held[page] = held.get(page, 0) + 1
+        for request in self.waiting:
+            assert request.slot is None and not request.pages and not request.is_finished
+        for page in range(self.pool.num_pages):
+            assert self.pool.num_references(page) == held.get(page, 0), f"page {page}: leaked"
+        slots = [r.slot for r in self.running] + self._free_slots
+        assert len(slots) == len(set(slots)), "a slot is used twice"
+
+    def _run(self, plan: Plan) -> int:
+        """Rows for the running requests; returns what is left of the budget."""
+        num_decodes = sum(1 for request in self.running if request.num_remaining == 1)
+        budget = self.max_tokens
+        chunk_budget = max(0, budget - num_decodes)
+        for request in list(self.running):
+            remaining = request.num_remaining
+            num_tokens = min(remaining, budget if remaining == 1 else chunk_budget)
+            if request.slot is None or num_tokens <= 0:  # preempted a moment ago, or waiting
+                continue
+            if not self._grow(request, num_tokens, plan):
+                continue
+            budget -= num_tokens
+            chunk_budget -= num_tokens if remaining > 1 else 0
+            self._add_row(request, num_tokens, plan)
+        return budget
+
+    def _grow(self, request: Request, num_tokens: int, plan: Plan) -> bool:
+        """Pages for `num_tokens` more, preempting others if need be; False: it was preempted."""
+        num_needed = self.pool.pages_for(request.num_computed + num_tokens) - len(request.pages)
+        if num_needed <= 0:
+            return True
+        while (new_pages := self.pool.allocate(num_needed)) is None:
+            victim = self.running[-1]
+            self._preempt(victim, plan)
+            if victim is request:
+                return False
+        assert request.slot is not None
+        for page in new_pages:
+            plan.entries.append(PageEntry(request.slot, len(request.pages), page))
+            request.pages.append(page)
+        return True
+
+    def _preempt(self, request: Request, plan: Plan) -> None:
+        """The victim comes last in order, so this step holds no row of it yet."""
+        self.running.pop()
+        self._give_back(request)
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self.add(request)
+        plan.preempted.append(request)
+
+    def _admit(self, plan: Plan, budget: int) -> None:
+        while self.waiting and self._free_slots and budget > 0:
+            request = self.waiting[0]
+            # A preempted request's last token may still be on the device: one step's patience.
+            if request.num_pending or not self.policy.may_admit(len(self.running)):
+                return
+            self._share_prefix(request)
+            num_tokens = min(request.num_remaining, budget)
+            # Room for all it knows, not for its first chunk alone, or it would be preempted soon.
+            num_needed = self.pool.pages_for(request.num_known) - len(request.pages)
+            num_taken = self.pool.pages_for(request.num_computed + num_tokens) - len(request.pages)
+            if num_needed > self.pool.num_available and self.running:
+                self._unshare(request)
+                return
+            new_pages = self.pool.allocate(max(num_taken, 0))
+            if new_pages is None:
+                self._unshare(request)
+                return
+            request.pages += new_pages
+            request.slot = self._free_slots.pop()
+            self.waiting.pop(0)
+            bisect.insort(self.running, request, key=self.policy.order)
+            self.policy.admitted()
+            budget -= num_tokens
+            plan.admitted.append(request)
+            self._add_row(request, num_tokens, plan)
+
+    def _share_prefix(self, request: Request) -> None:
+        """Start from cached pages. At least the last known token is computed, for its logits."""
+        if request.cache_root is None:
+            return
+        known = request.token_ids(0, request.num_known)
+        request.pages, request.page_keys = self.pool.share(request.cache_root, known)
+        request.num_shared = len(request.pages) * self.pool.page_size
+        request.num_computed = min(request.num_shared, request.num_known - 1)
+
+    def _unshare(self, request: Request) -> None:
+        self.pool.release(request.pages)
+        request.forget_pages()
+
+    def _add_row(self, request: Request, num_tokens: int, plan: Plan) -> None:
+        assert request.slot is not None
+        is_sampled = request.samples_after(num_tokens)
+        row = Row(request, request.slot, request.num_computed, num_tokens, is_sampled)
+        plan.rows.append(row)
+
+    def _give_back(self, request: Request) -> None:
+        assert request.slot is not None
+        self._free_slots.append(request.slot)
+        request.slot = None
+        self.pool.release(request.pages)
+        request.forget_pages()

@@ -1,0 +1,192 @@
+"""Paged attention in plain JAX: online softmax over blocks of pages, cost following real lengths.
+
+The queries are cut into *tiles*, each a run of tokens of one row. Rows with one query (decodes) are
+tiles of one token, taken several at a time, longest first, so that rows of like length walk their
+pages together; longer runs (prefill chunks) are tiles of up to `CHUNK_TILE` tokens, one at a time.
+A tile walks only the blocks its positions can see. Formula and contract: `api.py`.
+
+Measured on 2 cores (jax 0.10.2, SmolLM2's heads, 30 layers): a page layout of [P, K, B, H] makes
+every operand of the two products contiguous; with [P, B, K, H] the same walk took 2.5 times as long.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+DECODE_TILES = 16  # rows that walk their pages together
+DECODE_BLOCK = 64  # tokens a step of that walk
+CHUNK_TILE = 128  # query tokens in a tile of a prefill chunk
+CHUNK_BLOCK = 256  # tokens a step of its walk
+
+# A finite stand-in for -inf: exp(MASKED - MASKED) is 1 where -inf would give NaN; weights of
+# masked positions are zeroed by name instead.
+MASKED = -1e30
+
+
+class _Rows(NamedTuple):
+    """What every tile needs to know of the ragged batch."""
+
+    q_start: jax.Array  # [R+1]
+    kv_len: jax.Array  # [R]
+    page_table: jax.Array  # [R, W]
+
+
+class _Variant(NamedTuple):
+    scale: float
+    window: int | None
+    soft_cap: float | None
+    sinks: jax.Array | None  # [N]
+    alibi_slopes: jax.Array | None  # [N]
+
+
+def paged_attention(
+    q,  # [T, N, H]
+    k_pages,  # [P, K, B, H]
+    v_pages,  # [P, K, B, H]
+    q_start,  # [R+1]
+    kv_len,  # [R]
+    page_table,  # [R, W]
+    *,
+    scale,
+    window,
+    soft_cap,
+    sinks,  # [N] or None
+    alibi_slopes,  # [N] or None
+):
+    T, R = q.shape[0], kv_len.shape[0]
+    variant = _Variant(scale, window, soft_cap, sinks, alibi_slopes)
+    rows = _Rows(q_start, kv_len, page_table)
+    q_len = jnp.diff(q_start)
+    out = jnp.zeros_like(q)
+
+    # Single queries, longest row first; the others sort to the end and are not counted.
+    is_single = q_len == 1
+    order = jnp.argsort(jnp.where(is_single, -kv_len, 1)).astype(jnp.int32)
+    out = _run_tiles(
+        out, q, k_pages, v_pages, rows, variant,
+        tile_row=order, tile_first=q_start[order], num_tiles=is_single.sum(),
+        tiles_at_once=min(DECODE_TILES, R), tile_len=1, block_len=DECODE_BLOCK,
+    )  # fmt: skip
+    if T == R:
+        return out  # one row a token: no chunk can be in such a step
+
+    tile_len = min(CHUNK_TILE, T)
+    num_tiles = jnp.where(q_len > 1, -(-q_len // tile_len), 0)  # [R]
+    ends = jnp.cumsum(num_tiles)
+    tile = jnp.arange(T // 2 + 1, dtype=q_start.dtype)  # a chunk's tile is at least 2 tokens
+    tile_row = jnp.minimum(jnp.searchsorted(ends, tile, side="right"), R - 1).astype(jnp.int32)
+    within = tile - (ends - num_tiles)[tile_row]
+    return _run_tiles(
+        out, q, k_pages, v_pages, rows, variant,
+        tile_row=tile_row, tile_first=q_start[tile_row] + within * tile_len, num_tiles=ends[-1],
+        tiles_at_once=1, tile_len=tile_len, block_len=CHUNK_BLOCK,
+    )  # fmt: skip
+
+
+def _run_tiles(
+    out,  # [T, N, H]
+    q,  # [T, N, H]
+    k_pages,  # [P, K, B, H]
+    v_pages,  # [P, K, B, H]
+    rows,
+    variant,
+    *,
+    tile_row,  # [M]
+    tile_first,  # [M]
+    num_tiles,  # []
+    tiles_at_once,
+    tile_len,
+    block_len,
+):
+    """Fill `out` for the first `num_tiles` of M tiles, `tiles_at_once` in each turn of a loop."""
+    T, C = q.shape[0], tiles_at_once
+    pages_a_block = max(1, block_len // k_pages.shape[2])
+    pad_tiles = -tile_row.shape[0] % C
+    tile_row, tile_first = (jnp.pad(x, (0, pad_tiles)) for x in (tile_row, tile_first))
+    pad_pages = -rows.page_table.shape[1] % pages_a_block
+    rows = rows._replace(page_table=jnp.pad(rows.page_table, ((0, 0), (0, pad_pages))))
+
+    def turn(i, out):
+        row = jax.lax.dynamic_slice(tile_row, (i * C,), (C,))
+        first = jax.lax.dynamic_slice(tile_first, (i * C,), (C,))
+        token = first[:, None] + jnp.arange(tile_len)  # [C, M]
+        end = rows.q_start[row + 1]
+        is_query = (token < end[:, None]) & (i * C + jnp.arange(C) < num_tiles)[:, None]
+        position = jnp.where(is_query, rows.kv_len[row][:, None] - end[:, None] + token, -1)
+        token = jnp.where(is_query, token, T)  # past the end: read clipped, write dropped
+        tile_out = _attend(
+            q.at[token].get(mode="clip"), position, k_pages, v_pages,
+            rows.page_table[row], pages_a_block, variant,
+        )  # fmt: skip
+        return out.at[token].set(tile_out.astype(out.dtype), mode="drop")
+
+    return jax.lax.fori_loop(0, -(-num_tiles // C), turn, out)
+
+
+def _attend(
+    q,  # [C, M, N, H]
+    position,  # [C, M], -1 for no query
+    k_pages,  # [P, K, B, H]
+    v_pages,  # [P, K, B, H]
+    page_table,  # [C, W]
+    pages_a_block,
+    variant,
+):
+    """C tiles of M queries over their pages: one online softmax (arXiv:2205.14135). [C, M, N, H]"""
+    C, M, N, H = q.shape
+    _, K, B, _ = k_pages.shape
+    G, S = N // K, pages_a_block * B
+
+    # [C, K, G*M, H]: the queries that share a KV head are the rows of one product.
+    q = q.astype(jnp.float32) * variant.scale
+    q = jnp.moveaxis(q.reshape(C, M, K, G, H), 1, 3).reshape(C, K, G * M, H)
+    per_query = lambda x: jnp.tile(x[:, None, :], (1, G, 1)).reshape(C, 1, G * M)  # [C, M] ->
+    per_head = lambda x: jnp.repeat(x.astype(jnp.float32).reshape(K, G), M, axis=1)[None]
+    q_position = per_query(position)  # [C, 1, G*M]
+
+    def read(pages, block):  # [C, K, S, H] float32
+        ids = jax.lax.dynamic_slice(page_table, (0, block * pages_a_block), (C, pages_a_block))
+        if pages_a_block == 1:
+            return pages[ids[:, 0]].astype(jnp.float32)
+        return jnp.moveaxis(pages[ids], 1, 2).reshape(C, K, S, H).astype(jnp.float32)
+
+    def block_step(block, carry):
+        top, total, acc = carry  # [C, K, G*M], the same, [C, K, G*M, H]
+        s = block * S + jnp.arange(S)
+        z = jnp.einsum("ckqh,cksh->ckqs", q, read(k_pages, block))
+        if variant.soft_cap is not None:
+            z = variant.soft_cap * jnp.tanh(z / variant.soft_cap)
+        if variant.alibi_slopes is not None:
+            distance = (s - q_position[..., None]).astype(jnp.float32)
+            z = z + per_head(variant.alibi_slopes)[..., None] * distance
+        is_seen = s <= q_position[..., None]  # [C, 1, G*M, S]
+        if variant.window is not None:
+            is_seen &= s > q_position[..., None] - variant.window
+        z = jnp.where(is_seen, z, MASKED)
+        new_top = jnp.maximum(top, z.max(axis=-1))
+        weight = jnp.where(is_seen, jnp.exp(z - new_top[..., None]), 0)
+        fade = jnp.exp(top - new_top)
+        # A weight of 0 times a NaN in a cell nobody wrote would be NaN.
+        is_written = (s <= position.max(axis=1)[:, None])[:, None, :, None]
+        v = jnp.where(is_written, read(v_pages, block), 0)
+        acc = acc * fade[..., None] + jnp.einsum("ckqs,cksh->ckqh", weight, v)
+        return new_top, total * fade + weight.sum(axis=-1), acc
+
+    if variant.sinks is not None:
+        top = jnp.broadcast_to(per_head(variant.sinks), (C, K, G * M))
+        total = jnp.ones_like(top)
+    else:
+        top = jnp.full((C, K, G * M), MASKED, jnp.float32)
+        total = jnp.zeros_like(top)
+    last_block = -(-(position.max() + 1) // S)
+    first_block = 0
+    if variant.window is not None:
+        oldest = jnp.where(position < 0, position.max(), position).min()
+        first_block = jnp.maximum(0, oldest - variant.window + 1) // S
+    carry = (top, total, jnp.zeros((C, K, G * M, H), jnp.float32))
+    _, total, acc = jax.lax.fori_loop(first_block, last_block, block_step, carry)
+    out = acc / jnp.where(total == 0, 1, total)[..., None]
+    return jnp.moveaxis(out.reshape(C, K, G, M, H), 3, 1).reshape(C, M, N, H)
