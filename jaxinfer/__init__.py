@@ -1,0 +1,38 @@
+"""jaxinfer: inference and serving of large language models in JAX, for TPU, GPU and CPU.
+
+The letters of every shape in this code base:
+
+    T  tokens in a step          D  model dimension        E  experts
+    R  request rows in a step    N  query heads            V  vocabulary
+    W  page-table width          K  key/value heads        L  layers
+    P  pages in the pool         G  N / K                  S  slots; in sharding, pipeline stages
+    B  tokens a page             H  head dimension
+                                 F  feed-forward dimension
+"""
+
+from jaxinfer.config import CacheConfig, ConfigError, EngineConfig, SchedulerConfig, load_config
+from jaxinfer.engine import Engine, InvalidRequestError, Update
+from jaxinfer.llm import LLM, Completion, Output
+from jaxinfer.loading.checkpoint import CheckpointError
+from jaxinfer.request import FinishReason, TokenLogprobs
+from jaxinfer.sampling_params import SamplingParams
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "CacheConfig",
+    "CheckpointError",
+    "Completion",
+    "ConfigError",
+    "Engine",
+    "EngineConfig",
+    "FinishReason",
+    "InvalidRequestError",
+    "Output",
+    "SamplingParams",
+    "SchedulerConfig",
+    "TokenLogprobs",
+    "Update",
+    "load_config",
+]

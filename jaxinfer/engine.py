@@ -131,7 +131,9 @@ class Engine:
         params = params or SamplingParams()
         base_id = request_id if request_id is not None else f"request-{self._num_added}"
         names = [base_id if i == 0 else f"{base_id}#{i}" for i in range(params.n)]
-        max_len, bad_word_ids = self._check(names, prompt_token_ids, params)
+        if taken := [name for name in names if name in self._requests]:
+            raise InvalidRequestError(f"request id {taken[0]!r} is in use; choose another")
+        max_len, bad_word_ids = self._check(prompt_token_ids, params)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(32)
         requests = []
         for i, name in enumerate(names):
@@ -150,6 +152,10 @@ class Engine:
             requests.append(request)
             self._start(request)
         return requests
+
+    def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+        """Raise the `InvalidRequestError` that `add` would; nothing is queued."""
+        self._check(prompt_token_ids, params)
 
     def abort(self, request_id: str) -> bool:
         """End a request now; its pages are free at once. False if it is unknown or has ended."""
@@ -278,12 +284,10 @@ class Engine:
         return root_key(salt, self.name, str(self.runner.cache_dtype))
 
     def _check(
-        self, names: Sequence[str], prompt_token_ids: Sequence[int], params: SamplingParams
+        self, prompt_token_ids: Sequence[int], params: SamplingParams
     ) -> tuple[int, tuple[tuple[int, ...], ...]]:
         """The request's `max_len` and its bad words as token ids, or `InvalidRequestError`."""
         vocab_size, prompt_len = self.model.config.vocab_size, len(prompt_token_ids)
-        if taken := [name for name in names if name in self._requests]:
-            raise InvalidRequestError(f"request id {taken[0]!r} is in use; choose another")
         if not prompt_len:
             raise InvalidRequestError("the prompt is empty; it needs at least one token")
         for position, token_id in enumerate(prompt_token_ids):

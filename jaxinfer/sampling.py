@@ -3,7 +3,7 @@
 What is applied, in this order (as in vLLM 0.20's sampler, except that min_p comes last as in
 transformers; a mask and a bias commute, and so do the masks among themselves):
 
- 1. logprobs are of the *raw* logits: log_softmax of the float32 logits before any change below.
+ 1. Logprobs are of the *raw* logits: log_softmax of the float32 logits before any change below.
  2. logit_bias, then the masks: allowed_token_ids, bad_words, min_tokens (end-of-text and stop
     tokens). A masked logit is -inf.
  3. repetition penalty (prompt and output), frequency penalty, presence penalty (output).
@@ -14,11 +14,7 @@ transformers; a mask and a bias commute, and so do the masks among themselves):
 
 top_k keeps every logit equal to the k-th largest, and top_p every one equal to the smallest it
 keeps: ties are never cut. The draw inverts the cumulative distribution in vocabulary order at one
-32-bit uniform number, keyed by fold_in(fold_in(base, seed), position) alone.
-
-Why integers: a row's result must not depend on its neighbours, and XLA orders a float sum by the
-array's shape. Probability weights are therefore summed as exact fixed-point integers (48 fractional
-bits relative to the likeliest token), where any order gives the same bits. `Limbs` holds such sums.
+32-bit uniform number, keyed by fold_in(fold_in(base, seed), position) alone (`sampling_draw`).
 
 Rows that ask for nothing pay one argmax: every other group runs under `lax.cond` on "some sampled
 row asks". No cond returns or updates slot state, so the donated state is updated in place.
@@ -28,15 +24,22 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Key, UInt32
+from jaxtyping import Array, Bool, Float32, Int32, Key
 
+from jaxinfer.sampling_draw import (
+    argmax,
+    invert,
+    log_normalizer,
+    truncation_threshold,
+    uniform_bits,
+    weights_of,
+)
 from jaxinfer.sampling_params import MAX_LOGPROBS
 from jaxinfer.sampling_slots import (
+    ANY_TOKEN,
     EXTRAS,
     NO_TOKEN,
-    ANY_TOKEN,
     Feature,
     FloatColumn,
     IntColumn,
@@ -44,12 +47,6 @@ from jaxinfer.sampling_slots import (
     SlotSampling,
     unpack_bits,
 )
-
-BLOCK = 128  # tokens whose weights are summed as one: 2**24 * 128 = 2**31 still fits 32 bits
-NUM_CANDIDATES = 64  # largest logits looked at before a threshold is searched in the whole row
-NUM_LIMBS = 5
-
-Limbs = tuple[jax.Array, ...]  # NUM_LIMBS uint32 arrays, 16 bits each, least significant first
 
 
 class SampleOutput(NamedTuple):
@@ -80,9 +77,9 @@ class _Rows(NamedTuple):
 def sample(
     logits: Float32[Array, "R V"],
     slots: SlotSampling,
-    row_slot: Int32[Array, "R"],
-    position: Int32[Array, "R"],
-    is_sampled: Bool[Array, "R"],
+    row_slot: Int32[Array, " R"],
+    position: Int32[Array, " R"],
+    is_sampled: Bool[Array, " R"],
     base_key: Key[Array, ""],
     row_tile: int | None = None,
 ) -> tuple[SampleOutput, SlotSampling]:
@@ -91,7 +88,7 @@ def sample(
     `position` is the absolute position of the new token: the number of tokens known before it.
     Rows with `is_sampled` False may hold anything, NaN included: they get NO_TOKEN, and neither
     the state nor another row sees them. A sampled row with NaN logits gets some token of the
-    vocabulary and a NaN logprob.
+    vocabulary (which one is undefined: XLA's maximum ignores NaN on CPU).
 
     `row_tile` (static) bounds how many rows are worked on at once; it changes no result. None, all,
     suits accelerators. On CPU 8 keeps the temporaries in the cache and off fresh pages.
@@ -102,7 +99,7 @@ def sample(
     tokens = lax.cond(
         rows.any_asks(Feature.RANDOM | EXTRAS),
         lambda: _choose_by_tile(logits, rows, slots.extras, base_key, row_tile),
-        lambda: _argmax(logits),
+        lambda: argmax(logits),
     )
     report = lax.cond(
         rows.any_asks(Feature.LOGPROBS),
@@ -114,15 +111,13 @@ def sample(
 
 
 def top_logprobs(
-    logits: Float32[Array, "M V"], target_ids: Int32[Array, "M"]
-) -> tuple[
-    Float32[Array, "M"], Int32[Array, "M {MAX_LOGPROBS}"], Float32[Array, "M {MAX_LOGPROBS}"]
-]:
+    logits: Float32[Array, "M V"], target_ids: Int32[Array, " M"]
+) -> tuple[Float32[Array, " M"], Int32[Array, "M top"], Float32[Array, "M top"]]:
     """Log-probabilities of the targets, and the likeliest tokens with theirs (equal: lower id).
 
     Of the raw logits; V may be smaller than MAX_LOGPROBS: the rest is id NO_TOKEN at -inf.
     """
-    norm = _log_normalizer(logits)
+    norm = log_normalizer(logits)
     chosen = jnp.take_along_axis(logits, target_ids[:, None], axis=1)[:, 0] - norm
     values, ids = lax.top_k(logits, min(MAX_LOGPROBS, logits.shape[1]))
     fill = ((0, 0), (0, MAX_LOGPROBS - values.shape[1]))
@@ -139,7 +134,7 @@ def _report(logits, rows: _Rows, tokens):
         rows.any_asks(Feature.TOP_LOGPROBS),
         lambda: top_logprobs(logits, tokens),
         lambda: (
-            jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0] - _log_normalizer(logits),
+            jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0] - log_normalizer(logits),
             *_no_report(logits.shape[0])[1:],
         ),
     )
@@ -171,9 +166,6 @@ def _record(extras: SlotExtras, rows: _Rows, tokens) -> SlotExtras:
     )
 
 
-# --- editing logits: bias, masks, penalties ---
-
-
 def _choose_by_tile(logits, rows: _Rows, extras: SlotExtras, base_key, row_tile: int | None):
     """`_choose`, in equal tiles of at most `row_tile` rows one after the other."""
     num_rows = logits.shape[0]
@@ -182,7 +174,7 @@ def _choose_by_tile(logits, rows: _Rows, extras: SlotExtras, base_key, row_tile:
     if tile == num_rows:
         return _choose(logits, rows, extras, base_key)
     split = lambda x: x.reshape(num_rows // tile, tile, *x.shape[1:])
-    choose = lambda tiled: _choose(*tiled, extras, base_key)
+    choose = lambda tiled: _choose(tiled[0], tiled[1], extras, base_key)
     return lax.map(choose, jax.tree.map(split, (logits, rows))).reshape(num_rows)
 
 
@@ -191,8 +183,31 @@ def _choose(logits, rows: _Rows, extras: SlotExtras, base_key):
     return lax.cond(
         rows.any_asks(Feature.RANDOM),
         lambda: _draw_rows(edited, rows, base_key),
-        lambda: _argmax(edited),
+        lambda: argmax(edited),
     )
+
+
+def _draw_rows(x, rows: _Rows, base_key):
+    """A drawn token for random rows, the largest logit for the others (and for rows without one
+    finite logit)."""
+    is_random = rows.asks(Feature.RANDOM)
+    temperature = jnp.where(is_random, rows.floats[:, FloatColumn.TEMPERATURE], 1.0)
+    weights = weights_of(x, temperature)
+    uniform = uniform_bits(base_key, rows.ints[:, IntColumn.SEED], rows.position)
+    threshold = lax.cond(
+        rows.any_asks(Feature.TOP_K | Feature.TOP_P),
+        lambda: truncation_threshold(
+            x,
+            weights,
+            jnp.where(rows.asks(Feature.TOP_K), rows.ints[:, IntColumn.TOP_K], 0),
+            jnp.where(rows.asks(Feature.TOP_P), rows.floats[:, FloatColumn.TOP_P], 1.0),
+        ),
+        lambda: jnp.full(x.shape[0], -jnp.inf, jnp.float32),
+    )
+    min_p = jnp.where(is_random, rows.floats[:, FloatColumn.MIN_P], 0.0)
+    keep = (x >= threshold[:, None]) & (weights >= min_p[:, None])
+    drawn, is_empty = invert(jnp.where(keep, weights, 0.0), uniform)
+    return jnp.where(is_random & ~is_empty, drawn, argmax(x))
 
 
 def _edit(raw, rows: _Rows, extras: SlotExtras):
@@ -221,9 +236,8 @@ def _edit(raw, rows: _Rows, extras: SlotExtras):
 
 
 def _add_bias(x, rows: _Rows, extras: SlotExtras):
-    ids = jnp.where(
-        rows.asks(Feature.BIAS)[:, None], extras.bias_ids[rows.slot], x.shape[1]
-    )  # V and above: dropped
+    # Ids of V and above, NO_BIAS among them, are dropped.
+    ids = jnp.where(rows.asks(Feature.BIAS)[:, None], extras.bias_ids[rows.slot], x.shape[1])
     row = jnp.arange(x.shape[0])[:, None]
     return x.at[row, ids].add(extras.bias_values[rows.slot], mode="drop")
 
@@ -240,8 +254,9 @@ def _forbid_bad_words(x, rows: _Rows, extras: SlotExtras):
 
 
 def _penalize(x, rows: _Rows, extras: SlotExtras):
-    """Repetition as in CTRL (arXiv:1909.05858, section 4.1; negative logits are multiplied);
-    frequency and presence as in OpenAI's API: logit - count * frequency - [count > 0] * presence.
+    """Repetition as in CTRL (arXiv:1909.05858, section 4.1), except that a negative logit is
+    multiplied, not divided. Frequency and presence as in OpenAI's API:
+    logit - count * frequency - [count > 0] * presence.
     """
     column = lambda which: rows.floats[:, which][:, None]
     counts = extras.output_counts[rows.slot]
@@ -251,276 +266,3 @@ def _penalize(x, rows: _Rows, extras: SlotExtras):
     y = y - column(FloatColumn.FREQUENCY) * counts
     y = y - jnp.where(counts > 0, column(FloatColumn.PRESENCE), 0.0)
     return jnp.where(rows.asks(Feature.PENALTIES)[:, None], y, x)
-
-
-# --- choosing ---
-
-
-def _argmax(x):
-    """The first largest entry of each row [R]. Two levels: on CPU, XLA's own argmax is scalar
-    (24 ms for [64, 49152] on 2 cores, this 0.4)."""
-    blocks = _blocks(x, -jnp.inf)
-    block = jnp.argmax(jnp.max(blocks, axis=2), axis=1).astype(jnp.int32)
-    inside = jnp.argmax(_take_block(blocks, block), axis=1).astype(jnp.int32)
-    return jnp.minimum(block * BLOCK + inside, x.shape[1] - 1)
-
-
-def _draw_rows(x, rows: _Rows, base_key):
-    """A drawn token for random rows, the largest logit for the others (and for rows without one
-    finite logit)."""
-    is_random = rows.asks(Feature.RANDOM)
-    temperature = jnp.where(is_random, rows.floats[:, FloatColumn.TEMPERATURE], 1.0)
-    weights = _weights(x, temperature)
-    uniform = _uniform_bits(base_key, rows.ints[:, IntColumn.SEED], rows.position)
-    threshold = lax.cond(
-        rows.any_asks(Feature.TOP_K | Feature.TOP_P),
-        lambda: truncation_threshold(
-            x,
-            weights,
-            jnp.where(rows.asks(Feature.TOP_K), rows.ints[:, IntColumn.TOP_K], 0),
-            jnp.where(rows.asks(Feature.TOP_P), rows.floats[:, FloatColumn.TOP_P], 1.0),
-        ),
-        lambda: jnp.full(x.shape[0], -jnp.inf, jnp.float32),
-    )
-    min_p = jnp.where(is_random, rows.floats[:, FloatColumn.MIN_P], 0.0)
-    keep = (x >= threshold[:, None]) & (weights >= min_p[:, None])
-    drawn, is_empty = _invert(jnp.where(keep, weights, 0.0), uniform)
-    return jnp.where(is_random & ~is_empty, drawn, _argmax(x))
-
-
-def _uniform_bits(base_key, seed, position):
-    """32 random bits a row [R], from (base key, seed, position) and nothing else."""
-
-    def one(seed, position):
-        key = jax.random.fold_in(jax.random.fold_in(base_key, seed), position)
-        return jax.random.bits(key, (), jnp.uint32)
-
-    return jax.vmap(one)(lax.bitcast_convert_type(seed, jnp.uint32), position)
-
-
-def _weights(x, temperature):
-    """exp((x - max) / temperature) [R, V], at most 1: the softmax without its denominator."""
-    largest = jnp.max(x, axis=1, keepdims=True)
-    largest = jnp.where(jnp.isfinite(largest), largest, 0.0)
-    weights = jnp.minimum(jnp.exp((x - largest) / temperature[:, None]), 1.0)
-    # Stored once: recomputed in two fusions, a vectorized and a scalar exp might differ.
-    return lax.optimization_barrier(weights)
-
-
-def truncation_threshold(
-    x: Float32[Array, "R V"],
-    weights: Float32[Array, "R V"],
-    top_k: Int32[Array, "R"],
-    top_p: Float32[Array, "R"],
-) -> Float32[Array, "R"]:
-    """The smallest logit that top_k (0: off) and then top_p (1: off) keep; -inf if they keep all.
-
-    `weights` are proportional to the probabilities. Kept by top_k: every logit with fewer than k
-    larger ones. Kept by top_p: of those, every logit whose larger ones hold less than the share p
-    of their weight; the largest always. Nearly always the answer lies among the NUM_CANDIDATES
-    largest; otherwise it is searched in the whole row, with the same result.
-    """
-    values, ids = lax.top_k(x, min(NUM_CANDIDATES, x.shape[1]))
-    by_k = _top_k_threshold(x, values, top_k)
-    return lax.cond(
-        jnp.any(top_p < 1.0),
-        lambda: jnp.maximum(by_k, _top_p_threshold(x, weights, values, ids, by_k, top_p)),
-        lambda: by_k,
-    )
-
-
-def _top_k_threshold(x, values, top_k):
-    num_candidates = values.shape[1]
-    index = jnp.clip(top_k - 1, 0, num_candidates - 1)
-    near = jnp.take_along_axis(values, index[:, None], axis=1)[:, 0]
-    is_far = (top_k > num_candidates) & (top_k < x.shape[1])
-    holds = lambda value: jnp.sum(x > value[:, None], axis=1, dtype=jnp.int32) < top_k
-    far = lax.cond(
-        jnp.any(is_far), lambda: _smallest(holds, values[:, -1], is_far), lambda: values[:, -1]
-    )
-    is_off = (top_k <= 0) | (top_k >= x.shape[1])
-    return jnp.where(is_off, -jnp.inf, jnp.where(is_far, far, near))
-
-
-def _top_p_threshold(x, weights, values, ids, by_k, top_p):
-    kept = jnp.where(x >= by_k[:, None], weights, 0.0)
-    target = _scale(_total(_block_limbs(_blocks(kept, 0.0))), _fraction_bits(top_p))
-    cumulative = _carry(_cumsum(_limbs(*_fixed_point(jnp.take_along_axis(kept, ids, axis=1)))))
-    larger = tuple(jnp.pad(limb[:, :-1], ((0, 0), (1, 0))) for limb in cumulative)
-    # Within a tie only the first one's sum is that of the strictly larger; its value decides.
-    is_kept = _less(larger, _per_row(target)).at[:, 0].set(True)
-    near = jnp.min(jnp.where(is_kept, values, jnp.inf), axis=1)
-    last = values[:, -1]
-    is_on = top_p < 1.0
-    is_far = is_on & (near <= last) & (by_k < last) & (values.shape[1] < x.shape[1])
-
-    def holds(value):
-        mass = _total(_block_limbs(_blocks(jnp.where(x > value[:, None], kept, 0.0), 0.0)))
-        return _less(mass, target)
-
-    far = lax.cond(jnp.any(is_far), lambda: _smallest(holds, last, is_far), lambda: last)
-    return jnp.where(is_on, jnp.where(is_far, far, near), -jnp.inf)
-
-
-def _smallest(holds, known, is_active):
-    """The smallest float32 [R] that `holds`, by bisection of its bit pattern (<= 32 rounds).
-
-    `holds` must be monotone (false below, true above) and true at `known`. Rows not active are
-    returned as `known` and cost no round.
-    """
-
-    def halve(bounds):
-        low, high = bounds
-        middle = low + ((high - low) >> 1)
-        is_true = holds(_from_order(middle))
-        is_open = low < high
-        return (
-            jnp.where(is_open & ~is_true, middle + 1, low),
-            jnp.where(is_open & is_true, middle, high),
-        )
-
-    high = _to_order(known)
-    low = jnp.where(is_active, _to_order(jnp.full_like(known, -jnp.inf)), high)
-    _, found = lax.while_loop(lambda b: jnp.any(b[0] < b[1]), halve, (low, high))
-    return _from_order(found)
-
-
-_SIGN = np.uint32(0x8000_0000)
-
-
-def _to_order(value):
-    """float32 to uint32, order kept: x < y exactly when the results are (-0 just below 0)."""
-    bits = lax.bitcast_convert_type(value, jnp.uint32)
-    return jnp.where(bits >= _SIGN, ~bits, bits | _SIGN)
-
-
-def _from_order(order):
-    bits = jnp.where(order >= _SIGN, order ^ _SIGN, ~order)
-    return lax.bitcast_convert_type(bits, jnp.float32)
-
-
-def _invert(weights, uniform):
-    """The first token whose cumulative weight exceeds uniform / 2**32 of the total, and whether
-    a row has no weight at all."""
-    blocks = _blocks(weights, 0.0)
-    cumulative = _carry(_cumsum(_block_limbs(blocks)))  # [R, V / BLOCK]
-    total = tuple(limb[:, -1] for limb in cumulative)
-    target = _scale(total, uniform)
-    block = _count_up_to(cumulative, target)
-    earlier = jnp.maximum(block - 1, 0)[:, None]
-    before = tuple(
-        jnp.where(block > 0, jnp.take_along_axis(limb, earlier, axis=1)[:, 0], 0)
-        for limb in cumulative
-    )
-    inside = _cumsum(_limbs(*_fixed_point(_take_block(blocks, block))))
-    inside = _carry(tuple(a + b[:, None] for a, b in zip(inside, before, strict=True)))
-    token = block * BLOCK + _count_up_to(inside, target)
-    is_empty = ~_less(tuple(jnp.zeros_like(limb) for limb in total), total)
-    return jnp.minimum(token, weights.shape[1] - 1), is_empty
-
-
-def _count_up_to(cumulative: Limbs, target: Limbs):
-    """How many entries [R] of a row's cumulative sums [R, n] are <= the target; at most n - 1."""
-    is_reached = ~_less(_per_row(target), cumulative)
-    count = jnp.sum(is_reached, axis=1, dtype=jnp.int32)
-    return jnp.minimum(count, cumulative[0].shape[1] - 1)
-
-
-def _log_normalizer(logits):
-    """log sum exp of each row [R], from the exact sum of weights."""
-    largest = jnp.max(logits, axis=1)
-    weights = _weights(logits, jnp.ones(logits.shape[0], jnp.float32))
-    total = jnp.zeros(logits.shape[0], jnp.float32)
-    for i, limb in enumerate(_total(_block_limbs(_blocks(weights, 0.0)))):
-        total += limb.astype(jnp.float32) * 2.0 ** (16 * i - 48)
-    return largest + jnp.log(total)
-
-
-# --- exact sums of weights ---
-
-
-def _blocks(x, fill):
-    """[R, V] as [R, ceil(V / BLOCK), BLOCK]."""
-    num_rows, vocab_size = x.shape
-    num_blocks = -(-vocab_size // BLOCK)
-    padded = jnp.pad(x, ((0, 0), (0, num_blocks * BLOCK - vocab_size)), constant_values=fill)
-    return padded.reshape(num_rows, num_blocks, BLOCK)
-
-
-def _take_block(blocks, block):
-    return jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-
-
-def _fixed_point(weights):
-    """Weights in [0, 1] as int32 pairs: high * 2**-24 + low * 2**-48, rounded down."""
-    scaled = weights * 2.0**24
-    high = jnp.floor(scaled)
-    return high.astype(jnp.int32), ((scaled - high) * 2.0**24).astype(jnp.int32)
-
-
-def _block_limbs(blocks) -> Limbs:
-    """The sum of every block: limbs [R, V / BLOCK]. One reduction of pairs: on CPU two take nine
-    times as long (17.9 against 2.0 ms for [64, 49152])."""
-    add = lambda a, b: (a[0] + b[0], a[1] + b[1])
-    zero = jnp.int32(0)
-    return _limbs(*lax.reduce(_fixed_point(blocks), (zero, zero), add, (2,)))
-
-
-def _limbs(high, low) -> Limbs:
-    """high * 2**24 + low for high <= 2**31 and low < 2**31, given as the bits of an int32."""
-    high, low = (lax.bitcast_convert_type(part, jnp.uint32) for part in (high, low))
-    return (
-        low & 0xFFFF,
-        (low >> 16) + ((high & 0xFF) << 8),
-        (high >> 8) & 0xFFFF,
-        high >> 24,
-        jnp.zeros_like(high),
-    )
-
-
-def _carry(limbs: Limbs) -> Limbs:
-    """The same value with 16 bits in each limb but the last."""
-    carried, carry = [], jnp.zeros_like(limbs[0])
-    for limb in limbs:
-        value = limb + carry
-        carried.append(value & 0xFFFF)
-        carry = value >> 16
-    return tuple(carried)
-
-
-def _cumsum(limbs: Limbs) -> Limbs:
-    return tuple(jnp.cumsum(limb, axis=1, dtype=jnp.uint32) for limb in limbs)
-
-
-def _total(limbs: Limbs) -> Limbs:
-    return _carry(tuple(jnp.sum(limb, axis=1, dtype=jnp.uint32) for limb in limbs))
-
-
-def _per_row(limbs: Limbs) -> Limbs:
-    return tuple(limb[:, None] for limb in limbs)
-
-
-def _less(a: Limbs, b: Limbs):
-    result = jnp.zeros(jnp.broadcast_shapes(a[0].shape, b[0].shape), bool)
-    for x, y in zip(a, b, strict=True):  # least significant first: the last to differ decides
-        result = (x < y) | ((x == y) & result)
-    return result
-
-
-def _scale(total: Limbs, fraction) -> Limbs:
-    """floor(total * fraction / 2**32) of carried limbs, schoolbook."""
-    columns = [jnp.zeros_like(fraction)] * (NUM_LIMBS + 2)
-    for i, limb in enumerate(total):
-        for j, part in enumerate((fraction & 0xFFFF, fraction >> 16)):
-            product = limb * part
-            columns[i + j] += product & 0xFFFF
-            columns[i + j + 1] += product >> 16
-    return _carry(tuple(columns))[2:]
-
-
-def _fraction_bits(p):
-    """p in [0, 1) as uint32: floor(p * 2**32)."""
-    scaled = p * 2.0**16
-    high = jnp.floor(scaled)
-    low = ((scaled - high) * 2.0**16).astype(jnp.int32)
-    return lax.bitcast_convert_type((high.astype(jnp.int32) << 16) | low, jnp.uint32)

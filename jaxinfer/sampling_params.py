@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
+from typing import no_type_check
 
 MAX_LOGPROBS = 20  # top alternatives a token; the width of the step's logprob outputs
 MAX_LOGIT_BIAS = 512  # (token, bias) pairs a request
@@ -45,6 +46,7 @@ class FrozenMapping(Mapping[int, float]):
         return repr(self._pairs)
 
 
+@no_type_check  # at run time, in tests: __post_init__ refuses wrong types itself, all at once
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How one request's tokens are chosen, when it stops, and what is reported about it.

@@ -10,7 +10,7 @@ Letters here: S slots, V vocabulary, w = ceil(V / 32) words of a bit set over th
 
 import enum
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +24,12 @@ from jaxinfer.sampling_params import (
     SamplingParams,
 )
 
-ANY_TOKEN = -1  # in a bad word's prefix: left padding, matches whatever came before
-NO_TOKEN = -2  # in recent_tokens: before the first known token; equal to no token of a bad word
+ANY_TOKEN = -2  # in a bad word's prefix: left padding, matches whatever came before
+NO_TOKEN = -1  # in recent_tokens: before the first known token; as a result: none was sampled
 NO_BIAS = np.iinfo(np.int32).max  # unused entry of bias_ids: out of range, so the scatter drops it
+
+
+HostOrDevice: TypeAlias = Any  # np.ndarray of one slot, or jax.Array of all of them
 
 
 class Feature(enum.IntFlag):
@@ -70,14 +73,14 @@ NUM_INTS = len(IntColumn)
 class SlotExtras(NamedTuple):
     """Everything of a slot that is not a scalar. On the host: one slot, without the S axis."""
 
-    allowed_bits: jax.Array | np.ndarray  # [S, w] uint32: allowed_token_ids
-    stop_bits: jax.Array | np.ndarray  # [S, w] uint32: tokens that min_tokens holds back
-    prompt_bits: jax.Array | np.ndarray  # [S, w] uint32: tokens of the prompt
-    output_counts: jax.Array | np.ndarray  # [S, V] int32: how often each token was sampled
-    bias_ids: jax.Array | np.ndarray  # [S, MAX_LOGIT_BIAS] int32, unused NO_BIAS
-    bias_values: jax.Array | np.ndarray  # [S, MAX_LOGIT_BIAS] float32
-    bad_words: jax.Array | np.ndarray  # [S, MAX_BAD_WORDS, MAX_BAD_WORD_LEN] int32, right-aligned
-    recent_tokens: jax.Array | np.ndarray  # [S, MAX_BAD_WORD_LEN - 1] int32: the last known tokens
+    allowed_bits: HostOrDevice  # [S, w] uint32: allowed_token_ids
+    stop_bits: HostOrDevice  # [S, w] uint32: tokens that min_tokens holds back
+    prompt_bits: HostOrDevice  # [S, w] uint32: tokens of the prompt
+    output_counts: HostOrDevice  # [S, V] int32: how often each token was sampled
+    bias_ids: HostOrDevice  # [S, MAX_LOGIT_BIAS] int32, unused NO_BIAS
+    bias_values: HostOrDevice  # [S, MAX_LOGIT_BIAS] float32
+    bad_words: HostOrDevice  # [S, MAX_BAD_WORDS, MAX_BAD_WORD_LEN] int32, right-aligned
+    recent_tokens: HostOrDevice  # [S, MAX_BAD_WORD_LEN - 1] int32: the last known tokens
 
 
 class SlotSampling(NamedTuple):

@@ -3,8 +3,9 @@
 Encoding is the `tokenizers` library's. Decoding is a definition of our own, so that a stream can
 be decoded token by token and come out equal: every token stands for fixed bytes, and text is the
 UTF-8 reading of their concatenation, U+FFFD for what is not UTF-8. Where all bytes are valid
-that is what `tokenizers` gives; it differs on invalid bytes in one respect: a byte-fallback decoder
-there replaces every byte of a run that holds a stray one, here only the stray ones.
+that is what `tokenizers` gives, save for two details: its byte-fallback decoder replaces every byte
+of a run that holds a stray one, this one only the stray bytes; its Metaspace decoder drops all
+spaces of the first token, this one a single leading space.
 """
 
 from __future__ import annotations

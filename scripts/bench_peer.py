@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -33,7 +34,7 @@ class PeerRun:
         return self.prefill_s + self.decode_s
 
 
-def load_peer(model: str | Path, dtype: str, attention: str = "sdpa"):
+def load_peer(model: str | Path, dtype: str, attention: str = "sdpa") -> tuple[Any, Any]:
     """Load a Hugging Face directory or a GGUF file; return (model, tokenizer), in eval mode.
 
     A GGUF file is dequantized to `dtype` by transformers itself, so both sides start from one file.
@@ -47,7 +48,7 @@ def load_peer(model: str | Path, dtype: str, attention: str = "sdpa"):
     return loaded.eval(), AutoTokenizer.from_pretrained(where, **extra)
 
 
-def cache_name(model) -> str:
+def cache_name(model: Any) -> str:
     """What `forward` and its output call the key-value cache: transformers 5 renamed it."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 

@@ -138,21 +138,22 @@ def prompt_tokens(tokenizer: Any, entry: dict[str, Any]) -> tuple[str, list[int]
 @torch.inference_mode()
 def greedy(model: Any, prompt: Sequence[int], num_tokens: int) -> dict[str, Any]:
     """Greedy tokens, end-of-text ignored, with each one's logit and lead, and the first logits."""
-    tokens, chosen, leads, first = [], [], [], None
+    tokens, chosen, leads, first_logits = [], [], [], torch.empty(0)
     ids, past = torch.tensor([list(prompt)]), {}
     for _ in range(num_tokens):
         output = model(input_ids=ids, use_cache=True, logits_to_keep=1, **past)
         past = {cache_name(model): output[cache_name(model)]}
         logits = output.logits[0, -1]
-        first = logits if first is None else first
+        first_logits = first_logits if tokens else logits
         top = torch.topk(logits, 2)
         tokens.append(int(top.indices[0]))
         chosen.append(round(float(top.values[0]), 5))
         leads.append(float(f"{float(top.values[0] - top.values[1]):.4g}"))
         ids = top.indices[:1][None]
-    top = torch.topk(first, NUM_TOP).indices.tolist()
-    spread = list(range(0, len(first), len(first) // NUM_SPREAD))[:NUM_SPREAD]
-    values = [round(float(first[i]), 5) for i in top + spread]
+    top = torch.topk(first_logits, NUM_TOP).indices.tolist()
+    stride = len(first_logits) // NUM_SPREAD
+    spread = [i * stride for i in range(NUM_SPREAD)]
+    values = [round(float(first_logits[i]), 5) for i in top + spread]
     return {
         "tokens": tokens,
         "chosen_logits": chosen,

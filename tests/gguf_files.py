@@ -7,16 +7,19 @@ another implementation of the format.
 from __future__ import annotations
 
 import struct
+import time
+import tracemalloc
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.constants import TokenType
 
-from jaxinfer.loading import open_checkpoint
+from jaxinfer.loading import CheckpointError, open_checkpoint
 from jaxinfer.loading.token_bytes import byte_alphabet
 from jaxinfer.tokenizer import Tokenizer
 
@@ -169,3 +172,18 @@ def small_tokenizer(folder: Path, kind: str, **extra: Any) -> Tokenizer:
     {"byte": add_byte_vocabulary, "piece": add_piece_vocabulary}[kind](writer, **extra)
     finish(writer)
     return open_checkpoint(folder / f"{kind}.gguf").tokenizer()
+
+
+def refused(path: Path) -> str:
+    """The message with which opening `path` is refused, in little time and memory."""
+    tracemalloc.start()
+    started = time.perf_counter()
+    try:
+        with pytest.raises(CheckpointError) as caught:
+            open_checkpoint(path)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert time.perf_counter() - started < 5
+    assert peak < 8 * 2**20
+    return str(caught.value)

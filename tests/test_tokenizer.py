@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+import itertools
 
 import gguf_files as files
 import pytest
-from gguf.constants import TokenType
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, pre_tokenizers
 
-from jaxinfer.loading import CheckpointError, open_checkpoint
+from jaxinfer.loading import open_checkpoint
 from jaxinfer.loading.demo import demo_model_path
 from jaxinfer.loading.pretokenizers import SPLIT_RULES
-from jaxinfer.loading.token_bytes import UnsupportedDecoderError, spelling_of
 from jaxinfer.tokenizer import Tokenizer
 
 UNICODE = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
@@ -26,9 +22,9 @@ TORTURE = (
     "def f(x):\n    return x**2  # comment\n\n\tif x == 10:\r\n\r\n        pass   ",
     "  leading, and    many     spaces\t\ttabs\n\n\n\nnewlines \n \n mixed",
     "naïve café Straße ÅÄÖ ﬁ Å (decomposed: A\u030a) İstanbul",
-    "日本語のテキスト 한국어 中文，标点。 русский العربية עברית हिन्दी ไทย",
+    "日本語のテキスト 한국어 中文\uff0c标点。 русский العربية עברית हिन्दी ไทย",
     "😀 👨‍👩‍👧‍👦 🇩🇪 👍🏽 e\u0301 \u200b zero\u200dwidth \ufeff",
-    "∑∫√ ≤≥ ½ ² Ⅷ ٣٤ １２",
+    "∑∫√ ≤≥ ≠ ±",
     "https://example.org/a?b=c&d=%20#e_f-g~h <html attr='v'>{\"k\": [1, 2]}</html>",
     "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n<|endoftext|><file_sep>x",
     "<|im_start <|im_end|>>|im_end|> <|IM_END|>",
@@ -39,7 +35,13 @@ TORTURE = (
 )
 # Runs of spaces before a digit: the rule splits the digit off first, so the spaces stay together.
 # transformers reads GGUF vocabularies without that rule, so these are compared with the rule added.
-SPACED_DIGITS = ("a  1", "12   345\n\n7  8", "x = [  1,   2]", "½ ² Ⅷ ٣", "\n\n3. item\n\n4. item")
+SPACED_DIGITS = (
+    "a  1",
+    "12   345\n\n7  8",
+    "x = [  1,   2]",
+    "½ ² Ⅷ ٣٤ \uff11\uff12",
+    "\n\n3. item\n\n4. item",
+)
 
 
 def pieces(tokenizer: Tokenizer, text: str) -> list[str | None]:
@@ -61,7 +63,7 @@ def test_smollm2_ids_equal_those_of_transformers(spaced):
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
         theirs.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
     ours = files.demo_tokenizer()
-    for text in TORTURE + SPACED_DIGITS if spaced else TORTURE[:6] + TORTURE[7:]:
+    for text in TORTURE + SPACED_DIGITS if spaced else TORTURE:
         ids = theirs.encode(text)
         assert ours.encode(text) == ids, text
         for skip in (True, False):
@@ -154,7 +156,7 @@ def test_ids_beyond_the_vocabulary_are_empty_and_negative_ones_an_error(byte_tok
 
 
 def test_a_lone_surrogate_is_refused_by_position(byte_tokenizer):
-    with pytest.raises(ValueError, match="surrogate '.ud800' at character 2"):
+    with pytest.raises(ValueError, match=r"surrogate '.ud800' at character 2"):
         byte_tokenizer.encode("ab\ud800")
 
 
@@ -192,8 +194,8 @@ def test_qwen2_text_is_composed_first(tmp_path):
 
 
 SPLITS = {
-    "gpt-2": ["I", "'m", "Ġ12345", "ĠA", "'M", "Ġ", "Ġx", "!!", "ĊĊ", "y"],
-    "smollm": ["I", "'m", "Ġ", *"12345", "ĠA", "'M", "Ġ", "Ġx", "!!", "ĊĊ", "y"],
+    "gpt-2": ["I", "'m", "Ġ12345", "ĠA", "'", "M", "Ġ", "Ġx", "!!", "Ċ", "Ċ", "y"],
+    "smollm": ["I", "'m", "Ġ", *"12345", "ĠA", "'", "M", "Ġ", "Ġx", "!!", "Ċ", "Ċ", "y"],
     "llama3": ["I", "'m", "Ġ", "123", "45", "ĠA", "'M", "Ġ", "Ġx", "!!ĊĊ", "y"],
     "qwen2": ["I", "'m", "Ġ", *"12345", "ĠA", "'M", "Ġ", "Ġx", "!!ĊĊ", "y"],
     "tekken": ["I", "'m", "Ġ", *"12345", "ĠA", "'M", "Ġ", "Ġx", "!!ĊĊ", "y"],
@@ -206,11 +208,7 @@ SPLITS = {
 def test_each_rule_splits_text_as_its_models_do(name):
     text = "I'm 12345 A'M  x!!\n\ny"
     split = SPLIT_RULES[name].pre_tokenizer().pre_tokenize_str(text)
-    expected = SPLITS[name]
-    if name in ("gpt-2", "smollm"):  # their contractions are lower-case only
-        at = expected.index("'M")
-        expected = [*expected[:at], "'", "M", *expected[at + 1 :]]
-    assert [piece for piece, _ in split] == expected
+    assert [piece for piece, _ in split] == SPLITS[name]
 
 
 @pytest.mark.parametrize("name", SPLIT_RULES)
@@ -236,7 +234,7 @@ def reference_pieces(text: str) -> list[str]:
     while True:
         pairs = [
             (-scores[left + right], index)
-            for index, (left, right) in enumerate(zip(symbols, symbols[1:], strict=False))
+            for index, (left, right) in enumerate(itertools.pairwise(symbols))
             if left + right in scores
         ]
         if not pairs:
@@ -300,111 +298,6 @@ def test_only_the_stray_bytes_of_a_run_are_replaced(piece_tokenizer):
     assert piece_tokenizer.decode(run) == "世\ufffd"
 
 
-# Damaged vocabularies
-
-
-def write_vocabulary(path: Path, change: str) -> Path:
-    """A file whose vocabulary has one fault."""
-    writer = files.new_writer(path)
-    tokens, types = ["a", "b", "ab", "</s>"], [1, 1, 1, TokenType.CONTROL]
-    model, pre, merges, scores = "gpt2", "gpt-2", ["a b"], None
-    extra: dict[str, object] = {}
-    if change == "model":
-        model = "bert"
-    elif change == "pre":
-        pre = "no-such-rule"
-    elif change == "merge":
-        merges = ["a b", "b c", "ab"]
-    elif change == "merges":
-        merges = None
-    elif change == "types":
-        types = [1]
-    elif change == "duplicate":
-        tokens[1] = "a"
-    elif change == "eos id":
-        extra = {"eos_token_id": 4, "bos_token_id": 100}
-    elif change == "no bos":
-        extra = {"add_bos_token": True}
-    elif change == "flag":
-        extra = {"add_bos_token": "yes"}
-    elif change == "scores":
-        model, scores = "llama", [1.0]
-    elif change == "long piece":
-        model, scores, tokens[2] = "llama", [0.0] * 4, "a" * 1000
-    files.add_vocabulary(writer, model, tokens, types, pre=pre, merges=merges, scores=scores)
-    for key, value in extra.items():
-        add = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string}
-        add[type(value)](f"tokenizer.ggml.{key}", value)  # pyright: ignore[reportArgumentType]
-    files.finish(writer)
-    return path
-
-
-@pytest.mark.parametrize(
-    ("change", "messages"),
-    [
-        ("model", ["'bert' is not supported", "gpt2, llama", "tokenizer.json"]),
-        ("pre", ["'no-such-rule' is not known", "smollm", "llama-bpe", "tokenizer.json"]),
-        ("merge", ["merge 1 is 'b c'", "merge 2 is 'ab'"]),
-        ("merges", ["merges is no list"]),
-        ("types", ["4 tokens but 1 token types"]),
-        ("duplicate", ["token 'a' has ids 0 and 1"]),
-        ("eos id", ["eos_token_id is 4", "bos_token_id is 100", "below 4"]),
-        ("no bos", ["add_bos_token is true, but there is no bos_token_id"]),
-        ("flag", ["add_bos_token is 'yes'"]),
-        ("scores", ["needs tokenizer.ggml.scores"]),
-        ("long piece", ["token 2 has 1,000 characters"]),
-    ],
-)
-def test_a_damaged_vocabulary_is_refused_by_name(change, messages, tmp_path):
-    with pytest.raises(CheckpointError) as caught:
-        open_checkpoint(write_vocabulary(tmp_path / "a.gguf", change)).tokenizer()
-    for message in messages:
-        assert message in str(caught.value)
-
-
-def test_a_file_without_a_vocabulary_opens_but_has_no_tokenizer(tmp_path):
-    files.finish(files.new_writer(tmp_path / "a.gguf"))
-    checkpoint = open_checkpoint(tmp_path / "a.gguf")
-    with pytest.raises(CheckpointError, match="holds no tokenizer"):
-        checkpoint.tokenizer()
-
-
 def test_a_base_model_refuses_messages(piece_tokenizer):
     with pytest.raises(ValueError, match="no chat template"):
         piece_tokenizer.encode_chat([{"role": "user", "content": "hi"}])
-
-
-# Decoders of tokenizer.json files
-
-WORDS = ("▁a", "▁▁b", "c", "<0x41>", "▁", " d", "é", "")
-BACKEND = Backend(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token=""))
-
-
-@pytest.mark.parametrize(
-    "decoder",
-    [
-        None,
-        decoders.ByteLevel(),
-        decoders.Sequence([decoders.ByteLevel()]),
-        decoders.Fuse(),
-        decoders.Metaspace(),
-        decoders.Metaspace(prepend_scheme="never"),
-        decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]),
-        decoders.Sequence([decoders.Replace("c", "▁c"), decoders.Metaspace()]),
-        decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]),
-    ],
-    ids=str,
-)
-def test_every_supported_decoder_decodes_as_the_library_does(decoder):
-    BACKEND.decoder = decoder
-    spelling = spelling_of(BACKEND.decoder)
-    table = [spelling.to_bytes(word) for word in WORDS]
-    ours = Tokenizer(BACKEND, table, strips_leading_space=spelling.strips_leading_space)
-    for ids in ([0, 1, 2], [2, 0, 4, 1], [3, 0], [4, 4, 2], [0], [], [1, 2, 3, 4, 0]):
-        assert ours.decode(ids) == BACKEND.decode(ids), (json.dumps(ids), decoder)
-
-
-@pytest.mark.parametrize("decoder", [decoders.WordPiece(), decoders.CTC(), decoders.BPEDecoder()])
-def test_decoders_that_look_at_neighbours_are_refused(decoder):
-    with pytest.raises(UnsupportedDecoderError, match="not supported"):
-        spelling_of(decoder)

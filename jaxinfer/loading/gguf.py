@@ -33,8 +33,8 @@ QUANTIZED_TYPES = frozenset(
     GGMLQuantizationType[name]
     for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 )
-# Elements dequantized at once. The formulas' temporaries are a few times that and should stay in the
-# cache: reading the demo model takes 0.4 s so, 0.9 s with four times as many (2 cores, 2026).
+# Elements dequantized at once. The formulas' temporaries are a few times that and should stay in
+# the cache: reading the demo model takes 0.4 s so, 0.9 s with four times as many (2 cores, 2026).
 CHUNK_ELEMENTS = 65_536
 MAX_SHARDS = 1_000
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")

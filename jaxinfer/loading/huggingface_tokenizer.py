@@ -1,10 +1,11 @@
 """A tokenizer out of a Hugging Face directory.
 
-`tokenizer.json` is the tokenizer. `tokenizer_config.json` adds tokens and names the special ones,
-and where it says `add_bos_token` or `add_eos_token`, that replaces the post-processor of
-`tokenizer.json` (as transformers 5 does). The chat template is `chat_template.jinja`, else
-`chat_template.json`, else the key in `tokenizer_config.json`; of several named ones, "default".
-`clean_up_tokenization_spaces` is not applied: it changes text that a stream has already sent.
+`tokenizer.json` is the tokenizer; `tokenizer_config.json` adds tokens and names the special ones.
+What goes around a text (BOS, EOS) is the post-processor's of `tokenizer.json`: `add_bos_token` and
+`add_eos_token` describe the older tokenizer files, and transformers 5 passes them over too. The
+chat template is `chat_template.jinja`, else `chat_template.json`, else the key in
+`tokenizer_config.json`; of several named ones, "default". `clean_up_tokenization_spaces` is not
+applied: it changes text that a stream has already sent.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def build_tokenizer(directory: Path, defaults: GenerationDefaults) -> Tokenizer:
     named = {
         name: text for name in NAMED_TOKENS if (text := _token_text(config.get(name))) is not None
     }
-    _add_tokens(backend, config, named)
+    _add_tokens(config_path, backend, config, named)
     try:
         spelling = spelling_of(backend.decoder)
         table = token_table(backend, spelling, MAX_TOKENS)
@@ -65,12 +66,6 @@ def build_tokenizer(directory: Path, defaults: GenerationDefaults) -> Tokenizer:
     eos = defaults.eos_token_ids
     if not eos and "eos_token" in ids:
         eos = (ids["eos_token"],)
-    prefix: list[int] = []
-    suffix: list[int] = []
-    if "add_bos_token" in config or "add_eos_token" in config:
-        backend.post_processor = None
-        prefix = _around(config_path, config, "bos", ids)
-        suffix = _around(config_path, config, "eos", ids)
     return Tokenizer(
         backend,
         table,
@@ -79,8 +74,6 @@ def build_tokenizer(directory: Path, defaults: GenerationDefaults) -> Tokenizer:
         },
         eos_token_ids=eos,
         bos_token_id=bos,
-        prefix_ids=prefix,
-        suffix_ids=suffix,
         strips_leading_space=spelling.strips_leading_space,
         chat_template=_chat_template(directory, config),
         named_special_tokens=named,
@@ -111,11 +104,11 @@ def _load_backend(path: Path) -> tokenizers.Tokenizer:
 
 
 def _add_tokens(
-    backend: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]
+    path: Path, backend: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]
 ) -> None:
     """Add what `tokenizer_config.json` lists and `tokenizer.json` does not know as added."""
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    for token in _listed_tokens(config):
+    for token in _listed_tokens(path, config):
         if token.content not in known:
             token.special = token.special or token.content in named.values()
             backend.add_tokens([token])
@@ -128,10 +121,10 @@ def _add_tokens(
             known.add(text)
 
 
-def _listed_tokens(config: Mapping[str, Any]) -> Iterator[tokenizers.AddedToken]:
-    listed = config.get("added_tokens_decoder")
-    if not isinstance(listed, dict):
-        return
+def _listed_tokens(path: Path, config: Mapping[str, Any]) -> Iterator[tokenizers.AddedToken]:
+    listed = config.get("added_tokens_decoder") or {}
+    if not isinstance(listed, dict) or not all(key.isdecimal() for key in listed):
+        raise CheckpointError(f"{path}: added_tokens_decoder is not an object of token ids")
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
     # By id, since a token new to the vocabulary takes the next free one.
     for _, entry in sorted(listed.items(), key=lambda item: int(item[0])):
@@ -145,16 +138,6 @@ def _token_text(value: Any) -> str | None:
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) and value else None
-
-
-def _around(path: Path, config: Mapping[str, Any], which: str, ids: Mapping[str, int]) -> list[int]:
-    """The BOS or EOS that `tokenizer_config.json` asks to put around every text."""
-    if not config.get(f"add_{which}_token"):
-        return []
-    token_id = ids.get(f"{which}_token")
-    if token_id is None:
-        raise CheckpointError(f"{path}: add_{which}_token is true, but there is no {which}_token")
-    return [token_id]
 
 
 def _chat_template(directory: Path, config: Mapping[str, Any]) -> str | None:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxinfer.kv_cache import LayerPages, RaggedBatch
 from jaxinfer.nn.attention import Attention
-from jaxinfer.nn.layers import Embedding, GatedMLP, Linear, Numerics, RMSNorm, project
+from jaxinfer.nn.layers import Embedding, GatedMLP, Linear, Numerics, RMSNorm
 from jaxinfer.nn.rope import Rope
 
 
@@ -97,7 +97,7 @@ class Decoder(nnx.Module):
         self.blocks = nnx.List([Block(config, numerics) for _ in range(config.num_layers)])
         self.norm = RMSNorm(config.model_dim, config.norm_eps, numerics)
         shape, axes = (config.model_dim, config.vocab_size), ("model", "vocab")
-        self.head = None if config.is_tied else Linear("rd,dv->rv", shape, axes, numerics)
+        self.head = None if config.is_tied else Linear(shape, axes, numerics)
 
     def __call__(
         self, token_ids: Int[Array, "T"], batch: RaggedBatch, pages: Sequence[LayerPages]
@@ -116,5 +116,4 @@ class Decoder(nnx.Module):
         """Next-token logits, float32."""
         if self.head is None:
             return self.embed.logits(hidden)
-        weight = self.head.weight[...]
-        return project(self.head.equation, hidden, weight, self.numerics, accumulate=jnp.float32)
+        return self.head(hidden, accumulate=jnp.float32)

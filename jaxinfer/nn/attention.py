@@ -34,12 +34,12 @@ class Attention(nnx.Module):
         D, N, K, H = dim, num_heads, num_kv_heads, head_dim
         bias = (1, 2) if qkv_bias else ()
         q_axes, kv_axes = ("model", "heads", "head_dim"), ("model", "kv_heads", "head_dim")
-        self.q = Linear("td,dnh->tnh", (D, N, H), q_axes, numerics, bias_dims=bias)
-        self.k = Linear("td,dkh->tkh", (D, K, H), kv_axes, numerics, bias_dims=bias)
-        self.v = Linear("td,dkh->tkh", (D, K, H), kv_axes, numerics, bias_dims=bias)
+        self.q = Linear((D, N, H), q_axes, numerics, bias_dims=bias)
+        self.k = Linear((D, K, H), kv_axes, numerics, bias_dims=bias)
+        self.v = Linear((D, K, H), kv_axes, numerics, bias_dims=bias)
         out_axes = ("heads", "head_dim", "model")
         out_bias_dims = (2,) if out_bias else ()
-        self.o = Linear("tnh,nhd->td", (N, H, D), out_axes, numerics, bias_dims=out_bias_dims)
+        self.o = Linear((N, H, D), out_axes, numerics, bias_dims=out_bias_dims)
 
     def __call__(
         self,

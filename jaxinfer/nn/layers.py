@@ -7,6 +7,7 @@ quantization derive from that. Weights are stored input dimension first, `[D, F]
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -34,31 +35,38 @@ def parameter(shape: tuple[int, ...], axes: tuple[str, ...], numerics: Numerics)
 
 
 def project(
-    equation: str, x: jax.Array, weight: jax.Array, numerics: Numerics, accumulate=None
+    x: jax.Array, weight: jax.Array, numerics: Numerics, *, is_transposed=False, accumulate=None
 ) -> jax.Array:
-    """`einsum(equation, x, weight)` with x's first axis the tokens; the one product of the models.
+    """`x [T, *in] @ weight [*in, *out] -> [T, *out]`: the one product of the models.
 
-    The result has x's dtype, or `accumulate` where given. In the batch-invariant mode every
-    product has the same shape, `INVARIANT_TILE` tokens, so a token's bits do not depend on how
-    many others came with it.
+    With `is_transposed` the weight is [out, in]. The result has x's dtype, or `accumulate` where
+    given. In the batch-invariant mode every product has the same shape, `INVARIANT_TILE` tokens,
+    so a token's bits do not depend on how many others came with it.
     """
     result = accumulate or x.dtype
+    in_dims, out_shape = x.ndim - 1, weight.shape[x.ndim - 1 :]
+    if is_transposed:
+        in_dims, out_shape = 1, weight.shape[:1]
+    else:
+        # One contracted axis: of two, XLA on CPU transposes the weight anew at every step.
+        weight = weight.reshape(math.prod(weight.shape[:in_dims]), -1)
+    flat = x.reshape(x.shape[0], -1)
+    contracted = ((1,), (1 if is_transposed else 0,))
+    product = lambda rows: jax.lax.dot_general(
+        rows, weight, (contracted, ((), ())), preferred_element_type=result
+    )
     if not numerics.batch_invariant:
-        return jnp.einsum(equation, x, weight, preferred_element_type=result)
-    T = x.shape[0]
-    padded = jnp.pad(x, [(0, -T % INVARIANT_TILE)] + [(0, 0)] * (x.ndim - 1))
-    tiles = padded.reshape(-1, INVARIANT_TILE, *x.shape[1:])
-    product = lambda tile: jnp.einsum(equation, tile, weight, preferred_element_type=result)
-    out = jax.lax.map(product, tiles)
-    return out.reshape(-1, *out.shape[2:])[:T]
+        return product(flat).reshape(-1, *out_shape)
+    tiles = jnp.pad(flat, ((0, -flat.shape[0] % INVARIANT_TILE), (0, 0)))
+    out = jax.lax.map(product, tiles.reshape(-1, INVARIANT_TILE, flat.shape[1]))
+    return out.reshape(-1, *out_shape)[: x.shape[0]]
 
 
 class Linear(nnx.Module):
-    """`einsum(equation, x, weight) + bias`; the bias has the weight's output axes."""
+    """`project(x, weight) + bias`; the weight's shape is its input axes, then its output axes."""
 
     def __init__(
         self,
-        equation: str,
         shape: tuple[int, ...],
         axes: tuple[str, ...],
         numerics: Numerics,
@@ -66,14 +74,13 @@ class Linear(nnx.Module):
         bias_dims: tuple[int, ...] = (),
     ):
         """`bias_dims` names the weight's axes that the bias has; empty: no bias."""
-        self.equation = equation
         self.numerics = numerics
         self.weight = parameter(shape, axes, numerics)
         bias_shape, bias_axes = (tuple(x[i] for i in bias_dims) for x in (shape, axes))
         self.bias = parameter(bias_shape, bias_axes, numerics) if bias_dims else None
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        out = project(self.equation, x, self.weight[...], self.numerics)
+    def __call__(self, x: jax.Array, *, accumulate=None) -> jax.Array:
+        out = project(x, self.weight[...], self.numerics, accumulate=accumulate)
         return out if self.bias is None else out + self.bias[...]
 
 
@@ -101,7 +108,8 @@ class Embedding(nnx.Module):
         return self.weight[...][token_ids]
 
     def logits(self, x: Float[Array, "R D"]) -> Float[Array, "R V"]:
-        return project("rd,vd->rv", x, self.weight[...], self.numerics, accumulate=jnp.float32)
+        weight = self.weight[...]
+        return project(x, weight, self.numerics, is_transposed=True, accumulate=jnp.float32)
 
 
 class GatedMLP(nnx.Module):
@@ -111,9 +119,9 @@ class GatedMLP(nnx.Module):
         self.activation = activation
         up_axes, down_axes = ("model", "ffn"), ("ffn", "model")
         bias_dims = (1,) if bias else ()
-        self.gate = Linear("td,df->tf", (dim, ffn_dim), up_axes, numerics, bias_dims=bias_dims)
-        self.up = Linear("td,df->tf", (dim, ffn_dim), up_axes, numerics, bias_dims=bias_dims)
-        self.down = Linear("tf,fd->td", (ffn_dim, dim), down_axes, numerics, bias_dims=bias_dims)
+        self.gate = Linear((dim, ffn_dim), up_axes, numerics, bias_dims=bias_dims)
+        self.up = Linear((dim, ffn_dim), up_axes, numerics, bias_dims=bias_dims)
+        self.down = Linear((ffn_dim, dim), down_axes, numerics, bias_dims=bias_dims)
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         return self.down(ACTIVATIONS[self.activation](self.gate(x)) * self.up(x))

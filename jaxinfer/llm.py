@@ -1,0 +1,260 @@
+"""`LLM`: a model on this machine, for scripts and notebooks.
+
+    llm = LLM("demo")
+    [answer] = llm.generate(["Once upon a time"], SamplingParams(temperature=0, max_tokens=32))
+    print(answer.outputs[0].text)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from tqdm import tqdm
+
+from jaxinfer import compilation_cache
+from jaxinfer.config import EngineConfig
+from jaxinfer.engine import Engine, InvalidRequestError, Update
+from jaxinfer.loading import open_checkpoint
+from jaxinfer.loading.assign import functional_model, load_weights
+from jaxinfer.loading.checkpoint import GenerationDefaults
+from jaxinfer.nn.layers import Numerics
+from jaxinfer.request import FinishReason, Request, TokenLogprobs
+from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]  # text, or token ids
+Message = Mapping[str, Any]  # {"role": ..., "content": ...}
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """One sample of a prompt."""
+
+    index: int
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason
+    logprobs: list[TokenLogprobs] | None  # one a token, where asked for
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """What became of one prompt: `n` samples of it."""
+
+    prompt: str | None  # None where the prompt was given as token ids
+    prompt_token_ids: list[int]
+    outputs: list[Completion]
+    # By position where asked for; None at position 0, which nothing precedes.
+    prompt_logprobs: list[TokenLogprobs | None] | None
+
+
+def numerics_for(config: EngineConfig) -> Numerics:
+    """The config's number types. `auto` is float32 on a CPU (bfloat16 products are slow there with
+    the jax of Python 3.11) and bfloat16 elsewhere."""
+    name = config.dtype
+    if name == "auto":
+        name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    return Numerics(jnp.dtype(name), config.batch_invariant, config.attention_backend)
+
+
+def load_engine(
+    source: str | Path, config: EngineConfig | None = None, *, show_progress: bool = True
+) -> tuple[Engine, GenerationDefaults]:
+    """Open a checkpoint, load it, compile its programs: an engine ready to serve.
+
+    `source`: "demo", a .gguf file, a Hugging Face directory, or a hub id. Raises `CheckpointError`
+    or `ConfigError`, which name what is wrong and the way out.
+    """
+    config = config or EngineConfig()
+    compilation_cache.enable()
+    checkpoint = open_checkpoint(source)
+    tokenizer = checkpoint.tokenizer()
+    model = functional_model(checkpoint, numerics_for(config))
+    bar = {"disable": not show_progress, "leave": False, "dynamic_ncols": True}
+    with tqdm(
+        total=model.num_bytes, desc="loading", unit="B", unit_scale=True, unit_divisor=1024, **bar
+    ) as loading:
+        weights = load_weights(checkpoint, model, on_progress=loading.update)
+    eos_token_ids = checkpoint.generation.eos_token_ids or (
+        tokenizer.eos_token_ids if tokenizer is not None else ()
+    )
+    engine = Engine(
+        model,
+        weights,
+        config,
+        tokenizer=tokenizer,
+        eos_token_ids=eos_token_ids,
+        name=checkpoint.name,
+    )
+    if config.warm_up:
+        with tqdm(total=len(config.buckets) + 1, desc="compiling", **bar) as compiling:
+
+            def done(program: str) -> None:
+                compiling.set_postfix_str(program, refresh=False)
+                compiling.update()
+
+            engine.warm_up(done)
+    return engine, checkpoint.generation
+
+
+class LLM:
+    """A loaded model with its engine; see the module's text.
+
+    `model` as for `load_engine`. Prompts of one call run together, whatever their number; calls
+    must come from one thread at a time.
+    """
+
+    def __init__(
+        self,
+        model: str | Path = "demo",
+        config: EngineConfig | None = None,
+        *,
+        show_progress: bool = True,
+    ):
+        self.show_progress = show_progress
+        self.engine, self.generation = load_engine(model, config, show_progress=show_progress)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self.engine.tokenizer is None:
+            raise ValueError("the checkpoint has no tokenizer; give prompts as token ids")
+        return self.engine.tokenizer
+
+    def default_params(self, **changes: Any) -> SamplingParams:
+        """The checkpoint's own generation defaults where it has any, then `changes`."""
+        defaults = {
+            name: value
+            for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+            if (value := getattr(self.generation, name)) is not None
+        }
+        if self.generation.do_sample is False:
+            defaults["temperature"] = 0.0
+        return SamplingParams(**{**defaults, **changes})
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Output]:
+        """Complete every prompt; one output a prompt, in order.
+
+        `params`: for all, or one a prompt. If one prompt is refused (`InvalidRequestError`, which
+        names its place in the list), nothing is left running.
+        """
+        prompts = [prompts] if _is_one_prompt(prompts) else list(prompts)  # type: ignore[list-item]
+        all_params = self._params_for(params, len(prompts))
+        groups: list[list[Request]] = []
+        try:
+            for i, (prompt, its_params) in enumerate(zip(prompts, all_params, strict=True)):
+                try:
+                    groups.append(self.engine.add(self._token_ids(prompt), its_params))
+                except InvalidRequestError as error:
+                    raise InvalidRequestError(f"prompt {i}: {error}") from error
+            texts = self._run(groups)
+        except BaseException:
+            self._abandon(groups)
+            raise
+        return [
+            _output(prompt, group, texts) for prompt, group in zip(prompts, groups, strict=True)
+        ]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Output]:
+        """Answer one conversation or several, through the model's chat template."""
+        one = bool(messages) and isinstance(messages[0], Mapping)
+        conversations = [messages] if one else list(messages)
+        prompts = [self.tokenizer.encode_chat(c) for c in conversations]  # type: ignore[arg-type]
+        return self.generate(prompts, params)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
+        """Text of one completion as it arrives; leaving the loop early ends the request."""
+        params = params or self.default_params()
+        if params.n != 1:
+            raise InvalidRequestError(f"n is {params.n}; a stream carries one sample")
+        requests = self.engine.add(self._token_ids(prompt), params)
+        try:
+            while not requests[0].is_finished:
+                for update in self.engine.step():
+                    if update.request is requests[0] and update.text:
+                        yield update.text
+        finally:
+            self._abandon([requests])
+
+    def _token_ids(self, prompt: Prompt) -> Sequence[int]:
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+
+    def _params_for(self, params: Any, num_prompts: int) -> list[SamplingParams]:
+        if params is None:
+            params = self.default_params()
+        if isinstance(params, SamplingParams):
+            return [params] * num_prompts
+        if len(params) != num_prompts:
+            raise ValueError(f"{len(params)} sampling parameters for {num_prompts} prompts")
+        return list(params)
+
+    def _run(self, groups: Sequence[Sequence[Request]]) -> dict[str, str]:
+        """Step until all requests have ended; their texts by request id."""
+        texts = {request.id: "" for group in groups for request in group}
+        open_requests = set(texts)
+        with tqdm(
+            total=len(open_requests),
+            desc="generating",
+            disable=not self.show_progress,
+            dynamic_ncols=True,
+        ) as bar:
+            num_tokens = 0
+            while open_requests:
+                for update in self.engine.step():
+                    num_tokens += len(update.token_ids)
+                    _collect(update, texts, open_requests)
+                bar.set_postfix_str(f"{num_tokens} tokens", refresh=False)
+                bar.update(len(texts) - len(open_requests) - bar.n)
+        return texts
+
+    def _abandon(self, groups: Sequence[Sequence[Request]]) -> None:
+        """Abort what still runs and drain the engine of its last step."""
+        aborted = [self.engine.abort(request.id) for group in groups for request in group]
+        if any(aborted):
+            self.engine.step()
+
+
+def _collect(update: Update, texts: dict[str, str], open_requests: set[str]) -> None:
+    name = update.request.id
+    if name in texts:
+        texts[name] += update.text
+        if update.finish_reason is not None:
+            open_requests.discard(name)
+
+
+def _is_one_prompt(prompts: Any) -> bool:
+    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+
+
+def _output(prompt: Prompt, group: Sequence[Request], texts: Mapping[str, str]) -> Output:
+    first = group[0]
+    completions = []
+    for index, request in enumerate(group):
+        assert request.finish_reason is not None
+        wants_logprobs = request.params.logprobs is not None
+        completions.append(
+            Completion(
+                index,
+                request.output_token_ids,
+                texts[request.id],
+                request.finish_reason,
+                request.logprobs if wants_logprobs else None,
+            )
+        )
+    prompt_logprobs = None
+    if first.params.prompt_logprobs is not None:
+        prompt_logprobs = [first.prompt_logprobs.get(i) for i in range(first.prompt_len)]
+    text = prompt if isinstance(prompt, str) else None
+    return Output(text, first.prompt_token_ids, completions, prompt_logprobs)

@@ -1,0 +1,376 @@
+"""Offline speed, beside Hugging Face transformers, in one run on one machine.
+
+    python scripts/bench_offline.py --model=demo --dtype=float32 --json=out.json
+
+Both sides load the same file, get the same prompts and the same cores, and take turns: one round of
+each, `--repeats` times, after a round that is not counted. Prompts are fresh in every round, so that
+no prefix is ever found in a cache. The ratio compares medians; the best of each is printed beside it,
+because a busy machine slows single rounds. Where the peer has a hand-written decode loop, it is used
+as it is faster than `model.generate` (see `bench_peer.py`).
+
+Cases (`--cases`, comma-separated):
+
+    one_stream  tokens/s of one greedy stream, after its first token
+    rows        the same for 8 rows together
+    prefill     tokens/s of a prompt of 512 tokens, up to its first token
+    mixed       useful tokens/s over 64 requests: prompts of 8-256 tokens, heavy-tailed outputs of 8-256,
+                against the peer, and this engine itself, in static batches of 16
+    host        host work in a step of 256 decoding rows, one layer; with its profile
+    pool        step time with ten times the pages
+    startup     seconds to the first token of `scripts/generate.py`, compilation cache empty and full
+    programs    programs compiled by the cases above that serve, and those compiled after warm-up
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+import bench_engine
+import numpy as np
+from absl import app, flags
+
+from jaxinfer import LLM, load_config
+from jaxinfer.compilation_cache import cache_home
+from jaxinfer.loading.demo import demo_model_path
+
+CASES = ("one_stream", "rows", "prefill", "mixed", "host", "pool", "startup", "programs")
+
+FLAGS = flags.FLAGS
+flags.DEFINE_string("model", "demo", 'GGUF file, Hugging Face directory, or "demo".')
+flags.DEFINE_enum(
+    "dtype", "float32", ["float32", "bfloat16"], "Weights and activations, both sides."
+)
+flags.DEFINE_enum("peer", "transformers", ["transformers", "none"], "What to compare with.")
+flags.DEFINE_list("cases", list(CASES), f"Cases to run, of {', '.join(CASES)}.")
+flags.DEFINE_integer("threads", len(os.sched_getaffinity(0)), "Cores for each side.", lower_bound=1)
+flags.DEFINE_integer("repeats", 5, "Counted rounds of a case.", lower_bound=1)
+flags.DEFINE_multi_string("set", [], "Engine options, key.path=value.")
+flags.DEFINE_string("json", None, "File to write the results into.")
+
+# The least ratio (or the most, for "at most") that a case has to reach, by dtype.
+TARGETS = {
+    "one_stream": {"float32": 1.3, "bfloat16": 1.0},
+    "rows": {"float32": 1.3, "bfloat16": 1.0},
+    "prefill": {"float32": 1.0, "bfloat16": None},
+    "mixed": {"float32": 2.0, "bfloat16": 1.0},
+}
+STATIC_ROWS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Measure:
+    """One row of the table: samples of ours and, where there is one, of what it is compared with."""
+
+    case: str
+    unit: str
+    ours: list[float]
+    other: list[float] = dataclasses.field(default_factory=list)
+    other_name: str = ""
+    target: float | None = None
+    bound: Literal["at least", "at most"] = "at least"
+
+    @property
+    def value(self) -> float:
+        """Ratio of medians, or the median itself where there is nothing to compare with."""
+        ours = statistics.median(self.ours)
+        return ours / statistics.median(self.other) if self.other else ours
+
+    @property
+    def is_reached(self) -> bool | None:
+        """Whether the target is met; None without one."""
+        if self.target is None:
+            return None
+        return self.value >= self.target if self.bound == "at least" else self.value <= self.target
+
+    def columns(self) -> list[str]:
+        """The cells of its row."""
+        best = max if self.bound == "at least" else min
+        cell = lambda x: f"{statistics.median(x):.4g} ({best(x):.4g})" if x else ""
+        must = f"{self.bound} {self.target:g}" if self.target is not None else ""
+        verdict = {True: "yes", False: "NO", None: ""}[self.is_reached]
+        ratio = f"{self.value:.3g}" if self.other else ""
+        other = f"{cell(self.other)} {self.other_name}" if self.other else ""
+        return [self.case, self.unit, cell(self.ours), other, ratio, must, verdict]
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, samples included."""
+        return dataclasses.asdict(self) | {"value": self.value, "is_reached": self.is_reached}
+
+
+class Bench:
+    """The two sides, loaded once, and how to time them in turn."""
+
+    def __init__(self, model: str, dtype: str, peer: str, threads: int, repeats: int):
+        self.dtype, self.repeats = dtype, repeats
+        config = load_config(overrides=[f"dtype={dtype}", *FLAGS.set])
+        self.engine = LLM(model, config).engine
+        self.vocab_size = self.engine.model.config.vocab_size
+        self.peer: Any = None
+        if peer == "transformers":
+            from bench_peer import TransformersPeer  # here, so that --peer=none needs no PyTorch
+
+            path = demo_model_path() if model == "demo" else model
+            self.peer = TransformersPeer(path, dtype, threads)
+        self.profile: list[tuple[str, float, float]] = []
+        self._num_prompts = 0
+
+    def prompts(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Random prompts of the given lengths, the same in every run, never twice the same."""
+        self._num_prompts += 1
+        generator = np.random.default_rng([self._num_prompts, 2])
+        return [generator.integers(100, self.vocab_size, n).tolist() for n in lengths]
+
+    def in_turn(self, work: Callable[[], list[float]]) -> list[list[float]]:
+        """Run `work`, which returns one sample a side, for every round; samples by side."""
+        work()
+        return [list(side) for side in zip(*(work() for _ in range(self.repeats)), strict=True)]
+
+    def decode(self, case: str, num_rows: int, num_tokens: int = 64) -> Measure:
+        """Tokens a second of `num_rows` streams of 16 prompt tokens, after their first tokens."""
+        count = num_rows * (num_tokens - 1)
+
+        def work() -> list[float]:
+            prompts = self.prompts([16] * num_rows)
+            ours = bench_engine.run(self.engine, prompts, [num_tokens] * num_rows)
+            samples = [count / ours.decode_s]
+            if self.peer:
+                samples.append(count / self.peer.generate(prompts, num_tokens).decode_s)
+            return samples
+
+        return self._versus_peer(case, "tokens/s", self.in_turn(work))
+
+    def _versus_peer(self, case: str, unit: str, sides: list[list[float]]) -> Measure:
+        ours, other = sides[0], sides[1] if len(sides) > 1 else []
+        name = "transformers" if other else ""
+        target = TARGETS[case.split()[0]][self.dtype] if other else None
+        return Measure(case, unit, ours, other, name, target)
+
+
+def one_stream(bench: Bench) -> list[Measure]:
+    """One request alone."""
+    return [bench.decode("one_stream", 1)]
+
+
+def rows(bench: Bench) -> list[Measure]:
+    """Eight requests together."""
+    return [bench.decode("rows", 8)]
+
+
+def prefill(bench: Bench, num_tokens: int = 512) -> list[Measure]:
+    """One prompt up to its first token."""
+
+    def work() -> list[float]:
+        prompts = bench.prompts([num_tokens])
+        samples = [num_tokens / bench_engine.run(bench.engine, prompts, [1]).total_s]
+        if bench.peer:
+            samples.append(num_tokens / bench.peer.prefill(prompts[0]))
+        return samples
+
+    return [bench._versus_peer("prefill", "tokens/s", bench.in_turn(work))]
+
+
+def mixed_lengths(num_requests: int) -> tuple[list[int], list[int]]:
+    """Prompt lengths uniform in 8-256 and output lengths log-normal (median 32), cut to 8-256.
+
+    Three quarters of the outputs are shorter than 64 tokens and a few come near 256.
+    """
+    generator = np.random.default_rng(2)
+    prompt_lens = generator.integers(8, 257, num_requests)
+    output_lens = np.exp(generator.normal(np.log(32), 1.0, num_requests)).clip(8, 256).astype(int)
+    return prompt_lens.tolist(), output_lens.tolist()
+
+
+def mixed(bench: Bench, num_requests: int = 64) -> list[Measure]:
+    """Requests of very different lengths: continuous batching against static batches."""
+    prompt_lens, output_lens = mixed_lengths(num_requests)
+    static = bench_engine.sibling(
+        bench.engine,
+        bench_engine.with_scheduler(bench.engine.config, policy="static", max_rows=STATIC_ROWS),
+    )
+    narrow = bench_engine.sibling(
+        bench.engine, bench_engine.with_scheduler(bench.engine.config, max_rows=STATIC_ROWS)
+    )
+
+    def work() -> list[float]:
+        prompts = bench.prompts(prompt_lens)
+        engines = (bench.engine, static, narrow)
+        seconds = [bench_engine.run(engine, prompts, output_lens).total_s for engine in engines]
+        if bench.peer:
+            seconds.append(bench.peer.serve_static(prompts, output_lens, STATIC_ROWS))
+        return [sum(output_lens) / s for s in seconds]
+
+    ours, itself, same_rows, *peer = bench.in_turn(work)
+    static_name = f"itself, static {STATIC_ROWS}"
+    target = TARGETS["mixed"][bench.dtype]
+    return [
+        bench._versus_peer("mixed", "tokens/s", [ours, *peer]),
+        Measure("mixed", "tokens/s", ours, itself, static_name, target),
+        Measure(f"mixed, {STATIC_ROWS} rows", "tokens/s", same_rows, itself, static_name),
+    ]
+
+
+def host(bench: Bench, num_rows: int = 256, num_steps: int = 40) -> list[Measure]:
+    """What the host does in a step of many decoding rows, with and without streamed text."""
+    measures = []
+    for with_text in (True, False):
+        engine = bench_engine.one_layer_engine(
+            bench.engine, num_rows, 16 + 2 * num_steps + 8, with_text=with_text
+        )
+        work = bench_engine.host_work(engine, bench.prompts([16] * num_rows), num_steps)
+        name = f"host, {num_rows} rows" + ("" if with_text else ", ids only")
+        samples = [s * 1e3 for s in work.step_s]
+        measures.append(Measure(name, "ms a step", samples, target=1.5, bound="at most"))
+        bench.profile = bench.profile or work.profile
+    return measures
+
+
+def pool(
+    bench: Bench, num_rows: int = 8, num_pages: int = 24, num_steps: int = 20
+) -> list[Measure]:
+    """Step time with `num_pages` and ten times as many, same work: is the cache updated in place?"""
+    small, large = (
+        bench_engine.sibling(bench.engine, bench_engine.with_pages(bench.engine.config, n))
+        for n in (num_pages, 10 * num_pages)
+    )
+
+    def work() -> list[float]:
+        prompts = bench.prompts([16] * num_rows)
+        steps = (bench_engine.step_seconds(e, prompts, num_steps) for e in (large, small))
+        return [statistics.median(s) * 1e3 for s in steps]
+
+    large_ms, small_ms = bench.in_turn(work)
+    other = f"{num_pages} pages"
+    return [Measure("pool, 10x pages", "ms a step", large_ms, small_ms, other, 1.05, "at most")]
+
+
+def first_token_seconds(command: Sequence[str], environment: dict[str, str]) -> float:
+    """Seconds from starting `command` to the first byte on its standard output; runs to its end."""
+    start = time.perf_counter()
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
+    )
+    assert process.stdout is not None
+    first = process.stdout.read(1)
+    seconds = time.perf_counter() - start
+    process.communicate()
+    if process.returncode or not first:
+        raise RuntimeError(f"{' '.join(command)} ended with {process.returncode} and no output")
+    return seconds
+
+
+def startup(bench: Bench) -> list[Measure]:
+    """A new process up to its first token: compilation cache empty, then full."""
+    script = Path(__file__).parent / "generate.py"
+    command = [sys.executable, str(script), f"--model={FLAGS.model}", "--max_tokens=8"]
+    command += [f"--set={value}" for value in (f"dtype={bench.dtype}", *FLAGS.set)]
+    cold, warm = [], []
+    for _ in range(min(bench.repeats, 3)):
+        with tempfile.TemporaryDirectory() as folder:
+            home = Path(folder) / "jaxinfer"
+            home.mkdir()
+            (home / "models").symlink_to(cache_home() / "models")
+            environment = os.environ | {"XDG_CACHE_HOME": folder}
+            environment.pop("JAX_COMPILATION_CACHE_DIR", None)
+            cold.append(first_token_seconds(command, environment))
+            warm.append(first_token_seconds(command, environment))
+    return [
+        Measure("startup, cold", "s", cold, target=30, bound="at most"),
+        Measure("startup, warm", "s", warm, target=10, bound="at most"),
+    ]
+
+
+def programs(bench: Bench) -> list[Measure]:
+    """Programs of the engine that served the cases before this one."""
+    runner = bench.engine.runner
+    late = [float(runner.num_late_compiles)]
+    return [
+        Measure("programs", "compiled", [float(runner.num_compiled)], target=8, bound="at most"),
+        Measure("programs", "after warm-up", late, target=0, bound="at most"),
+    ]
+
+
+def machine() -> dict[str, Any]:
+    """The processor, its cores and memory."""
+    model = platform.processor()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            model = line.partition(":")[2].strip()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {"cpu": model, "cores": os.cpu_count(), "memory_bytes": memory, "threads": FLAGS.threads}
+
+
+def versions(bench: Bench) -> dict[str, str]:
+    """Versions of what was measured."""
+    names = ("jaxinfer", "jax", "jaxlib", "flax", "numpy")
+    found = {"python": platform.python_version()} | {n: metadata.version(n) for n in names}
+    return found | (bench.peer.versions() if bench.peer else {})
+
+
+def print_table(measures: Sequence[Measure]) -> None:
+    """Medians, with the best in brackets."""
+    head = ["case", "unit", "jaxinfer", "compared with", "ratio", "must reach", "reached"]
+    table = [head, *(measure.columns() for measure in measures)]
+    widths = [max(len(row[i]) for row in table) for i in range(len(head))]
+    for row in table:
+        print(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        )
+
+
+def restrict_to(threads: int) -> None:
+    """Bind this process, and so both sides' thread pools, to `threads` of the cores it may use."""
+    allowed = sorted(os.sched_getaffinity(0))
+    if threads > len(allowed):
+        raise app.UsageError(f"--threads={threads}, but this process may use {len(allowed)} cores")
+    os.sched_setaffinity(0, allowed[:threads])
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the cases, print the table, write the JSON."""
+    unknown = [case for case in FLAGS.cases if case not in CASES]
+    if unknown or len(argv) > 1:
+        raise app.UsageError(f"unknown: {unknown or argv[1:]}; cases are {', '.join(CASES)}")
+    restrict_to(FLAGS.threads)
+    bench = Bench(FLAGS.model, FLAGS.dtype, FLAGS.peer, FLAGS.threads, FLAGS.repeats)
+    measures: list[Measure] = []
+    for case in CASES:
+        if case in FLAGS.cases:
+            print(f"{case} ...", file=sys.stderr, flush=True)
+            measures += globals()[case](bench)
+    result = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": machine(),
+        "versions": versions(bench),
+        "model": FLAGS.model,
+        "dtype": FLAGS.dtype,
+        "settings": FLAGS.set,
+        "measures": [measure.as_json() for measure in measures],
+        "host_profile": bench.profile,
+    }
+    about = result["machine"]
+    print(f"{about['cpu']}, {FLAGS.threads} of {about['cores']} cores, {FLAGS.dtype}")
+    print(f"{result['date']}, " + ", ".join(f"{k} {v}" for k, v in result["versions"].items()))
+    print_table(measures)
+    if bench.profile:
+        print("\nhost work by function, microseconds a step, under the profiler:")
+        for where, calls, micros in bench.profile:
+            print(f"  {micros:9.1f}  {calls:8.1f} calls  {where}")
+    if FLAGS.json:
+        Path(FLAGS.json).write_text(json.dumps(result, indent=1) + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,292 @@
+"""Generate text on this machine: one prompt, a file of prompts, or a conversation.
+
+    python scripts/generate.py --model=demo --prompt="Once upon a time" --temperature=0
+    python scripts/generate.py --model=PATH --prompts_file=prompts.jsonl --format=jsonl
+    python scripts/generate.py --model=demo --chat
+
+Every field of `SamplingParams` has a flag; one that is not given takes the checkpoint's default,
+then the field's own. `--config=PRESET` and `--set key.path=value` reach every engine option. The
+plan, progress and figures go to stderr, so that with `--format=jsonl` stdout holds one JSON object
+a prompt and nothing else: prompt, prompt_token_ids, token_ids, text, finish_reason. A prompt that
+is refused gets `error` in place of the last three, the others run, and the exit status is 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import resource
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from absl import app, flags
+
+from jaxinfer import (
+    LLM,
+    CheckpointError,
+    Completion,
+    ConfigError,
+    InvalidRequestError,
+    Output,
+    SamplingParams,
+    load_config,
+)
+
+FLAGS = flags.FLAGS
+_MODEL = flags.DEFINE_string(
+    "model", "demo", '"demo", a .gguf file, a Hugging Face directory, or a hub id'
+)
+_PROMPT = flags.DEFINE_string("prompt", None, "the prompt, completed as it stands")
+_PROMPTS_FILE = flags.DEFINE_string("prompts_file", None, "a file with one JSON string a line")
+_CHAT = flags.DEFINE_bool("chat", False, "talk to the model: /reset starts over, /exit leaves")
+_TEMPLATE = flags.DEFINE_bool(
+    "apply_chat_template", False, "wrap each prompt as a user's message in the chat template"
+)
+_FORMAT = flags.DEFINE_enum("format", "text", ["text", "jsonl"], "what is printed on stdout")
+_CONFIG = flags.DEFINE_string("config", None, "a preset's name or a .toml file")
+_SET = flags.DEFINE_multi_string("set", [], "engine option, key.path=value; may be repeated")
+
+_HELP = {
+    "temperature": "0: greedy",
+    "logit_bias": 'a JSON object, {"token id": bias}',
+    "allowed_token_ids": "comma-separated token ids",
+    "stop_token_ids": "comma-separated token ids",
+    "stop": "a stop string; may be repeated",
+    "bad_words": "a text that may not appear; may be repeated",
+}
+
+
+def _define_sampling_flags() -> None:
+    """One flag a field, None unless given."""
+    for field in dataclasses.fields(SamplingParams):
+        name, kind = field.name, str(field.type)
+        text = f"SamplingParams.{name}" + (f": {_HELP[name]}" if name in _HELP else "")
+        if "bool" in kind:
+            flags.DEFINE_bool(name, None, text)
+        elif "float" in kind and "Mapping" not in kind:
+            flags.DEFINE_float(name, None, text)
+        elif "str" in kind:
+            flags.DEFINE_multi_string(name, None, text)
+        elif "Sequence" in kind:
+            flags.DEFINE_list(name, None, text)
+        elif "Mapping" in kind:
+            flags.DEFINE_string(name, None, text)
+        else:
+            flags.DEFINE_integer(name, None, text)
+
+
+_define_sampling_flags()
+
+
+def sampling_changes() -> dict[str, Any]:
+    """The fields of `SamplingParams` given as flags."""
+    changes: dict[str, Any] = {}
+    for field in dataclasses.fields(SamplingParams):
+        value = FLAGS[field.name].value
+        if value is None:
+            continue
+        try:
+            if field.name == "logit_bias":
+                value = {int(k): v for k, v in json.loads(value).items()}
+            elif field.name.endswith("_token_ids"):
+                value = [int(v) for v in value]
+        except (ValueError, AttributeError, TypeError) as error:
+            raise ValueError(f"--{field.name}={value}: {_HELP[field.name]} ({error})") from error
+        changes[field.name] = value
+    return changes
+
+
+def read_prompts(path: str) -> list[str]:
+    """One JSON string a line; `ValueError` names every line that is none."""
+    prompts, problems = [], []
+    for number, line in enumerate(Path(path).read_text("utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            prompt = json.loads(line)
+            if not isinstance(prompt, str):
+                raise ValueError(f"a {type(prompt).__name__}")
+            prompts.append(prompt)
+        except ValueError as error:
+            problems.append(f"line {number} is no JSON string ({error})")
+    if problems:
+        raise ValueError(f"{path}: " + "; ".join(problems[:10]))
+    if not prompts:
+        raise ValueError(f"{path}: no prompts; put one JSON string on each line")
+    return prompts
+
+
+def print_plan(llm: LLM) -> None:
+    engine = llm.engine
+    model, memory, config = engine.model, engine.runner.memory, engine.config
+    lines = {
+        "model": f"{engine.name} ({model.family.name}), {model.num_parameters:,} parameters, "
+        f"{model.num_bytes / 2**20:,.0f} MiB as {model.numerics.dtype.name}",
+        "cache": f"{memory.num_pages:,} pages of {memory.page_size} tokens = "
+        f"{memory.num_tokens:,} tokens, {memory.cache_bytes / 2**20:,.0f} MiB ({memory.source})",
+        "context": f"{engine.max_len:,} tokens; up to {config.scheduler.max_rows} requests at once",
+        "step": f"at most {config.scheduler.max_tokens} tokens, compiled for "
+        + ", ".join(map(str, config.buckets)),
+        "programs": f"{engine.runner.num_compiled} compiled in "
+        f"{sum(engine.runner.compile_seconds.values()):.1f} s",
+    }
+    for name, line in lines.items():
+        print(f"{name:>9}  {line}", file=sys.stderr)
+    print(file=sys.stderr)
+
+
+def peak_memory_mib() -> float:
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
+
+
+def stream_one(llm: LLM, prompt: str | list[int], params: SamplingParams) -> str:
+    """Print an answer as it arrives, then its figures on stderr."""
+    start, first = time.perf_counter(), None
+    pieces = []
+    for text in llm.stream(prompt, params):
+        first = first or time.perf_counter()
+        pieces.append(text)
+        print(text, end="", flush=True)
+    end = time.perf_counter()
+    print(flush=True)
+    answer = "".join(pieces)
+    num_tokens = len(llm.tokenizer.encode(answer, add_special_tokens=False))
+    first = first or end
+    rate = (num_tokens - 1) / (end - first) if num_tokens > 1 and end > first else 0.0
+    print(
+        f"\nfirst token after {(first - start) * 1e3:.0f} ms, then {rate:.1f} tokens/s "
+        f"({num_tokens} tokens); peak memory {peak_memory_mib():,.0f} MiB",
+        file=sys.stderr,
+    )
+    return answer
+
+
+def chat(llm: LLM, params: SamplingParams) -> None:
+    """A conversation on the terminal; Ctrl-C stops an answer, end of input leaves."""
+    messages: list[Mapping[str, str]] = []
+    print("Say something; /reset starts over, /exit leaves.", file=sys.stderr)
+    while True:
+        try:
+            print("> ", end="", file=sys.stderr, flush=True)
+            line = input()
+        except (EOFError, KeyboardInterrupt):
+            print(file=sys.stderr)
+            return
+        if line.strip() == "/exit":
+            return
+        if line.strip() == "/reset":
+            messages = []
+            continue
+        if not line.strip():
+            continue
+        asked = [*messages, {"role": "user", "content": line}]
+        try:
+            answer = stream_one(llm, llm.tokenizer.encode_chat(asked), params)
+            messages = [*asked, {"role": "assistant", "content": answer}]
+        except KeyboardInterrupt:
+            print("\n(stopped; the question is forgotten)", file=sys.stderr)
+        except InvalidRequestError as error:
+            print(f"{error}; /reset starts a new conversation", file=sys.stderr)
+
+
+def _logprobs(entries: Any) -> Any:
+    return [None if e is None else e._asdict() for e in entries]
+
+
+def as_json(prompt: str, output: Output) -> dict[str, Any]:
+    def sample(completion: Completion) -> dict[str, Any]:
+        fields: dict[str, Any] = {
+            "token_ids": completion.token_ids,
+            "text": completion.text,
+            "finish_reason": completion.finish_reason,
+        }
+        if completion.logprobs is not None:
+            fields["logprobs"] = _logprobs(completion.logprobs)
+        return fields
+
+    line = {"prompt": prompt, "prompt_token_ids": output.prompt_token_ids}
+    line |= sample(output.outputs[0])
+    if len(output.outputs) > 1:
+        line["samples"] = [sample(completion) for completion in output.outputs]
+    if output.prompt_logprobs is not None:
+        line["prompt_logprobs"] = _logprobs(output.prompt_logprobs)
+    return line
+
+
+def run_prompts(llm: LLM, prompts: list[str], params: SamplingParams) -> int:
+    """All prompts together; the number of refused ones."""
+    results: list[dict[str, Any]] = []
+    accepted: list[tuple[int, list[int]]] = []
+    for prompt in prompts:
+        token_ids = encode(llm, prompt)
+        results.append({"prompt": prompt, "prompt_token_ids": token_ids})
+        try:
+            llm.engine.check(token_ids, params)
+            accepted.append((len(results) - 1, token_ids))
+        except InvalidRequestError as error:
+            results[-1]["error"] = str(error)
+    start = time.perf_counter()
+    outputs = llm.generate([ids for _, ids in accepted], params) if accepted else []
+    seconds = time.perf_counter() - start
+    for (index, _), output in zip(accepted, outputs, strict=True):
+        results[index] = as_json(prompts[index], output)
+    for result in results:
+        if FLAGS["format"].value == "jsonl":
+            print(json.dumps(result, ensure_ascii=False))
+        else:
+            samples = result.get("samples", [result])
+            print(f"--- {result['prompt']!r}")
+            for sample in samples:
+                print(sample.get("text", f"refused: {result.get('error')}"))
+    num_tokens = sum(len(c.token_ids) for output in outputs for c in output.outputs)
+    print(
+        f"{num_tokens} tokens in {seconds:.1f} s, {num_tokens / max(seconds, 1e-9):.1f} tokens/s; "
+        f"peak memory {peak_memory_mib():,.0f} MiB",
+        file=sys.stderr,
+    )
+    return len(prompts) - len(accepted)
+
+
+def encode(llm: LLM, prompt: str) -> list[int]:
+    if _TEMPLATE.value:
+        return llm.tokenizer.encode_chat([{"role": "user", "content": prompt}])
+    return llm.tokenizer.encode(prompt)
+
+
+def run() -> int:
+    chosen = [_PROMPT.value is not None, _PROMPTS_FILE.value is not None, _CHAT.value]
+    if sum(chosen) != 1:
+        raise ValueError("give one of --prompt, --prompts_file and --chat")
+    if _CHAT.value and _FORMAT.value == "jsonl":
+        raise ValueError("--chat is a conversation; it cannot print --format=jsonl")
+    prompts = read_prompts(_PROMPTS_FILE.value) if _PROMPTS_FILE.value else [_PROMPT.value]
+    changes = sampling_changes()
+    SamplingParams(**changes)  # its errors come before the model is loaded
+    llm = LLM(_MODEL.value, load_config(_CONFIG.value, _SET.value))
+    params = llm.default_params(**changes)
+    print_plan(llm)
+    if _CHAT.value:
+        chat(llm, params)
+        return 0
+    if _PROMPT.value is not None and _FORMAT.value == "text" and params.n == 1:
+        stream_one(llm, encode(llm, _PROMPT.value), params)
+        return 0
+    return 1 if run_prompts(llm, prompts, params) else 0
+
+
+def main(argv: list[str]) -> int:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+    try:
+        return run()
+    except (CheckpointError, ConfigError, InvalidRequestError, OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    app.run(main)

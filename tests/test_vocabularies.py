@@ -1,0 +1,121 @@
+"""Vocabularies: damaged ones are refused by name, decoders followed exactly or refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf_files as files
+import pytest
+from gguf.constants import TokenType
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
+
+from jaxinfer.loading import CheckpointError, open_checkpoint
+from jaxinfer.loading.token_bytes import UnsupportedDecoderError, spelling_of
+from jaxinfer.tokenizer import Tokenizer
+
+
+def write_vocabulary(path: Path, change: str) -> Path:
+    """A file whose vocabulary has one fault."""
+    writer = files.new_writer(path)
+    tokens, types = ["a", "b", "ab", "</s>"], [1, 1, 1, TokenType.CONTROL]
+    model, pre, merges, scores = "gpt2", "gpt-2", ["a b"], None
+    extra: dict[str, object] = {}
+    if change == "model":
+        model = "bert"
+    elif change == "pre":
+        pre = "no-such-rule"
+    elif change == "merge":
+        merges = ["a b", "b c", "ab"]
+    elif change == "merges":
+        merges = None
+    elif change == "types":
+        types = [1]
+    elif change == "duplicate":
+        tokens[1] = "a"
+    elif change == "eos id":
+        extra = {"eos_token_id": 4, "bos_token_id": 100}
+    elif change == "no bos":
+        extra = {"add_bos_token": True}
+    elif change == "flag":
+        extra = {"add_bos_token": "yes"}
+    elif change == "scores":
+        model, scores = "llama", [1.0]
+    elif change == "long piece":
+        model, scores, tokens[2] = "llama", [0.0] * 4, "a" * 1000
+    files.add_vocabulary(writer, model, tokens, types, pre=pre, merges=merges, scores=scores)
+    for key, value in extra.items():
+        add = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string}
+        add[type(value)](f"tokenizer.ggml.{key}", value)  # pyright: ignore[reportArgumentType]
+    files.finish(writer)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "messages"),
+    [
+        ("model", ["'bert' is not supported", "gpt2, llama", "tokenizer.json"]),
+        ("pre", ["'no-such-rule' is not known", "smollm", "llama-bpe", "tokenizer.json"]),
+        ("merge", ["merge 1 is 'b c'", "merge 2 is 'ab'"]),
+        ("merges", ["merges is no list"]),
+        ("types", ["4 tokens but 1 token types"]),
+        ("duplicate", ["token 'a' has ids 0 and 1"]),
+        ("eos id", ["eos_token_id is 4", "bos_token_id is 100", "below 4"]),
+        ("no bos", ["add_bos_token is true, but there is no bos_token_id"]),
+        ("flag", ["add_bos_token is 'yes'"]),
+        ("scores", ["needs tokenizer.ggml.scores"]),
+        ("long piece", ["token 2 has 1,000 characters"]),
+    ],
+)
+def test_a_damaged_vocabulary_is_refused_by_name(change, messages, tmp_path):
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(write_vocabulary(tmp_path / "a.gguf", change)).tokenizer()
+    for message in messages:
+        assert message in str(caught.value)
+
+
+def test_a_file_without_a_vocabulary_opens_but_has_no_tokenizer(tmp_path):
+    files.finish(files.new_writer(tmp_path / "a.gguf"))
+    checkpoint = open_checkpoint(tmp_path / "a.gguf")
+    with pytest.raises(CheckpointError, match="holds no tokenizer"):
+        checkpoint.tokenizer()
+
+
+# Decoders of tokenizer.json files
+
+WORDS = ("▁a", "▁▁b", "c", "<0x41>", "▁", " d", "é", "")
+BACKEND = Backend(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token=""))
+
+
+@pytest.mark.parametrize(
+    "decoder",
+    [
+        None,
+        decoders.ByteLevel(),
+        decoders.Sequence([decoders.ByteLevel()]),
+        decoders.Fuse(),
+        decoders.Metaspace(),
+        decoders.Metaspace(prepend_scheme="never"),
+        decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]),
+        decoders.Sequence([decoders.Replace("c", "▁c"), decoders.Metaspace()]),
+        decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]),
+    ],
+    ids=str,
+)
+def test_every_supported_decoder_decodes_as_the_library_does(decoder):
+    BACKEND.decoder = decoder
+    spelling = spelling_of(BACKEND.decoder)
+    table = [spelling.to_bytes(word) for word in WORDS]
+    ours = Tokenizer(BACKEND, table, strips_leading_space=spelling.strips_leading_space)
+    cases = [[0, 1, 2], [2, 0, 4, 1], [3, 0], [4, 4, 2], [0], [], [2, 1, 3, 4, 0]]
+    if decoder is None or "Metaspace" not in str(decoder):
+        # Metaspace drops every space of the first token there, one here.
+        cases.append([1, 2, 3, 4, 0])
+    for ids in cases:
+        assert ours.decode(ids) == BACKEND.decode(ids), (ids, decoder)
+
+
+@pytest.mark.parametrize("decoder", [decoders.WordPiece(), decoders.CTC(), decoders.BPEDecoder()])
+def test_decoders_that_look_at_neighbours_are_refused(decoder):
+    with pytest.raises(UnsupportedDecoderError, match="not supported"):
+        spelling_of(decoder)
