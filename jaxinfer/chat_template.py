@@ -106,7 +106,7 @@ class ChatTemplate:
         return "".join(pieces)
 
 
-def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def check_messages(messages: Any) -> list[dict[str, Any]]:
     """Copies of `messages` with text parts joined by newlines; `ChatTemplateError` if malformed.
 
     A message has a string `role` and a `content`: a string, a list of `{"type": "text", "text":
@@ -121,7 +121,7 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     return [_check_message(index, message) for index, message in enumerate(messages)]
 
 
-def _check_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
+def _check_message(index: int, message: Any) -> dict[str, Any]:
     where = f"message {index}"
     if not isinstance(message, Mapping):
         raise ChatTemplateError(f"{where} is a {type(message).__name__}, an object is needed")

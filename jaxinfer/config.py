@@ -7,6 +7,7 @@ that lists all of them at once. A change is `dataclasses.replace`: a new object.
 from __future__ import annotations
 
 import dataclasses
+import math
 import tomllib
 import types
 import typing
@@ -16,12 +17,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 
+INVARIANT_BUCKET = 16  # smallest bucket of the batch-invariant mode (nn/layers.py's tile)
+
+
 class ConfigError(ValueError):
     """Every problem of a configuration: key, value, limit."""
 
 
-def _at_least(minimum: float, default: Any) -> Any:
-    return dataclasses.field(default=default, metadata={"min": minimum})
+def _at_least(minimum: float, default: Any, *, at_most: float = math.inf) -> Any:
+    return dataclasses.field(default=default, metadata={"min": minimum, "max": at_most})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +36,7 @@ class CacheConfig:
     page_size: int = _at_least(1, 64)  # tokens a page
     num_pages: int | None = _at_least(1, None)
     memory_bytes: int | None = _at_least(1, None)
-    memory_fraction: float = _at_least(0, 0.2)
+    memory_fraction: float = _at_least(0, 0.2, at_most=1)
     prefix_cache: bool = True
     dtype: Literal["model", "float32", "bfloat16", "float16"] = "model"
 
@@ -65,14 +69,11 @@ class EngineConfig:
 
     def __post_init__(self):
         problems = list(_range_problems(self, ""))
-        if not self.cache.memory_fraction <= 1:
-            problems.append(
-                f"cache.memory_fraction is {self.cache.memory_fraction}; it must be at most 1"
-            )
-        if self.min_bucket > self.scheduler.max_tokens:
+        budget = getattr(self.scheduler, "max_tokens", None)
+        if _fits(self.min_bucket, int) and _fits(budget, int) and self.min_bucket > budget:
             problems.append(
                 f"min_bucket is {self.min_bucket}; it must be at most scheduler.max_tokens "
-                f"({self.scheduler.max_tokens})"
+                f"({budget})"
             )
         if problems:
             raise ConfigError("; ".join(problems))
@@ -80,25 +81,30 @@ class EngineConfig:
     @property
     def buckets(self) -> tuple[int, ...]:
         """The numbers of tokens a step is compiled for: powers up to the budget, and the budget."""
-        sizes = []
-        size = self.min_bucket
-        while size < self.scheduler.max_tokens:
+        # Batch invariance needs whole tiles: fewer tokens would take another path through XLA.
+        unit = INVARIANT_BUCKET if self.batch_invariant else 1
+        largest = -(-self.scheduler.max_tokens // unit) * unit
+        sizes, size = [], max(self.min_bucket, unit)
+        while size < largest:
             sizes.append(size)
             size *= self.bucket_growth
-        return (*sizes, self.scheduler.max_tokens)
+        return (*sizes, largest)
 
 
 def _range_problems(config: Any, prefix: str) -> Iterable[str]:
     for field in dataclasses.fields(config):
         value, name = getattr(config, field.name), prefix + field.name
-        if dataclasses.is_dataclass(value):
-            yield from _range_problems(value, f"{name}.")
-            continue
         kind = typing.get_type_hints(type(config))[field.name]
         if not _fits(value, kind):
             yield f"{name} is {value!r}; it must be {_describe(kind)}"
-        elif "min" in field.metadata and value is not None and not value >= field.metadata["min"]:
-            yield f"{name} is {value!r}; it must be at least {field.metadata['min']}"
+        elif dataclasses.is_dataclass(value):
+            yield from _range_problems(value, f"{name}.")
+        elif "min" in field.metadata and value is not None:
+            low, high = field.metadata["min"], field.metadata["max"]
+            if not value >= low:  # NaN too
+                yield f"{name} is {value!r}; it must be at least {low}"
+            elif value > high:
+                yield f"{name} is {value!r}; it must be at most {high}"
 
 
 def _fits(value: Any, kind: Any) -> bool:
@@ -121,7 +127,8 @@ def _describe(kind: Any) -> str:
         return " or ".join(
             "unset" if k is type(None) else _describe(k) for k in typing.get_args(kind)
         )
-    return {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}[kind]
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+    return names.get(kind) or f"a {kind.__name__}"
 
 
 def from_mapping(values: Mapping[str, Any]) -> EngineConfig:

@@ -233,11 +233,11 @@ class Engine:
                     reports.add_prompt_logprobs(row, at)
                 if row.is_sampled:
                     updates.append(self._accept(request, tokens[i], reports, i))
-                elif request.num_known >= request.max_len and request.num_remaining == 0:
-                    self.scheduler.finish(request, FinishReason.LENGTH)  # max_tokens 0
-                    updates.append(self._end(request, [], ""))
                 else:
                     self.scheduler.register_pages(request)
+                    if row.end >= request.max_len - 1:  # max_tokens 0: nothing to sample
+                        self.scheduler.finish(request, FinishReason.LENGTH)
+                        updates.append(self._end(request, [], ""))
             at += row.num_tokens
         return updates
 

@@ -38,7 +38,7 @@ class RaggedBatch(NamedTuple):
 
     positions: Int[Array, "T"]
     rope_len: Int[Array, "T"]  # the sequence length that RoPE scalings look at (nn/rope.py)
-    q_start: Int[Array, "R+1"]
+    q_start: Int[Array, "R1"]
     kv_len: Int[Array, "R"]  # cached tokens of the row, this step's included
     page_table: Int[Array, "R W"]
     write_page: Int[Array, "T"]  # P or more: the token's keys and values are not stored
@@ -64,7 +64,7 @@ def page_bytes(
 
 def ragged_batch(
     T: int,
-    q_start: Int[Array, "R+1"],
+    q_start: Int[Array, "R1"],
     kv_len: Int[Array, "R"],
     page_table: Int[Array, "R W"],
     prompt_len: Int[Array, "R"],

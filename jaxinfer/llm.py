@@ -1,8 +1,8 @@
 """`LLM`: a model on this machine, for scripts and notebooks.
 
-    llm = LLM("demo")
-    [answer] = llm.generate(["Once upon a time"], SamplingParams(temperature=0, max_tokens=32))
-    print(answer.outputs[0].text)
+llm = LLM("demo")
+[answer] = llm.generate(["Once upon a time"], SamplingParams(temperature=0, max_tokens=32))
+print(answer.outputs[0].text)
 """
 
 from __future__ import annotations

@@ -85,6 +85,4 @@ def plan_pages(
             f"({source}), less than one request of {min_tokens} tokens needs; set cache.num_pages "
             "or cache.memory_bytes higher, or use a smaller model or dtype"
         )
-    return MemoryPlan(
-        weight_bytes, temporary_bytes, page_bytes, num_pages, cache.page_size, source
-    )
+    return MemoryPlan(weight_bytes, temporary_bytes, page_bytes, num_pages, cache.page_size, source)

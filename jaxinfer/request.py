@@ -89,9 +89,14 @@ class Request:
         return len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_pending
 
     @property
+    def num_to_compute(self) -> int:
+        """Known tokens that get computed at all: the last token of a full request never is."""
+        return min(self.num_known, self.max_len - 1)
+
+    @property
     def num_remaining(self) -> int:
-        """Known tokens still to compute. The last token of a full request never is."""
-        return min(self.num_known, self.max_len - 1) - self.num_computed
+        """Known tokens still to compute."""
+        return self.num_to_compute - self.num_computed
 
     def samples_after(self, num_tokens: int) -> bool:
         """Whether computing `num_tokens` more yields a new token."""
@@ -107,6 +112,4 @@ class Request:
         P = len(self.prompt_token_ids)
         if stop <= P:
             return self.prompt_token_ids[start:stop]
-        return (
-            self.prompt_token_ids[start:] + self.output_token_ids[max(start - P, 0) : stop - P]
-        )
+        return self.prompt_token_ids[start:] + self.output_token_ids[max(start - P, 0) : stop - P]

@@ -29,7 +29,9 @@ CPU_SAMPLE_TILE = 8  # rows sampled at once on a CPU: their temporaries stay in 
 class Runner:
     """Runs plans. `max_len` is the longest request in tokens; it fixes the page table's width."""
 
-    def __init__(self, model: FunctionalModel, weights: Weights, config: EngineConfig, max_len: int):
+    def __init__(
+        self, model: FunctionalModel, weights: Weights, config: EngineConfig, max_len: int
+    ):
         self.model = model
         self.weights = weights
         self.config = config

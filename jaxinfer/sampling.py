@@ -28,6 +28,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32, Key
 
 from jaxinfer.sampling_draw import (
+    MAX_VOCAB_SIZE,
     argmax,
     invert,
     log_normalizer,
@@ -93,6 +94,8 @@ def sample(
     `row_tile` (static) bounds how many rows are worked on at once; it changes no result. None, all,
     suits accelerators. On CPU 8 keeps the temporaries in the cache and off fresh pages.
     """
+    if logits.shape[1] > MAX_VOCAB_SIZE:
+        raise ValueError(f"a vocabulary of {logits.shape[1]} exceeds the limit {MAX_VOCAB_SIZE}")
     ints = slots.ints[row_slot]
     flags = jnp.where(is_sampled, ints[:, IntColumn.FLAGS], 0)
     rows = _Rows(row_slot, position, flags, ints, slots.floats[row_slot])
@@ -130,19 +133,12 @@ def top_logprobs(
 
 def _report(logits, rows: _Rows, tokens):
     """`top_logprobs` of the rows that ask, zeros for the rest."""
-    chosen, ids, values = lax.cond(
-        rows.any_asks(Feature.TOP_LOGPROBS),
-        lambda: top_logprobs(logits, tokens),
-        lambda: (
-            jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0] - log_normalizer(logits),
-            *_no_report(logits.shape[0])[1:],
-        ),
-    )
-    asks_top = rows.asks(Feature.TOP_LOGPROBS)[:, None]
+    asks = rows.asks(Feature.LOGPROBS)
+    chosen, ids, values = top_logprobs(logits, tokens)
     return (
-        jnp.where(rows.asks(Feature.LOGPROBS), chosen, 0.0),
-        jnp.where(asks_top, ids, 0),
-        jnp.where(asks_top, values, 0.0),
+        jnp.where(asks, chosen, 0.0),
+        jnp.where(asks[:, None], ids, 0),
+        jnp.where(asks[:, None], values, 0.0),
     )
 
 

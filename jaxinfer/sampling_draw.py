@@ -1,8 +1,8 @@
 """Drawing from a row of logits, exactly: weights, truncation thresholds, the inverse distribution.
 
 Why integers: a row's result must not depend on its neighbours, and XLA orders a float sum by the
-array's shape. Probability weights are therefore summed as exact fixed-point integers (48 fractional
-bits relative to the likeliest token), where any order gives the same bits. `Limbs` holds such sums.
+array's shape. Probability weights are therefore summed as exact fixed-point integers (44 fractional
+bits, relative to the likeliest token), where any order gives the same bits.
 
 Why no sort: one of [8, 49152] takes 46 ms on a CPU of 2 cores. A threshold is found among the
 largest few candidates or by bisecting the bits of a float32, and kept is what is not below it.
@@ -16,9 +16,9 @@ from jaxtyping import Array, Bool, Float32, Int32, Key, UInt32
 
 BLOCK = 128  # tokens whose weights are summed as one: 2**24 * 128 = 2**31 still fits 32 bits
 NUM_CANDIDATES = 64  # largest logits looked at before a threshold is searched in the whole row
-NUM_LIMBS = 5
-
-Limbs = tuple[jax.Array, ...]  # NUM_LIMBS uint32 arrays, 16 bits each, least significant first
+NUM_LIMBS = 4  # of a sum: uint32 [NUM_LIMBS, ...], 16 bits each once carried, lowest first
+FRACTION_BITS = 44  # of a weight
+MAX_VOCAB_SIZE = 2**20  # so many weights of 1 fill the limbs
 
 
 def argmax(x: Float32[Array, "R V"]) -> Int32[Array, " R"]:
@@ -92,21 +92,24 @@ def _top_k_threshold(x, values, top_k):
 
 
 def _top_p_threshold(x, weights, values, ids, by_k, top_p):
+    num_candidates = values.shape[1]
     kept = jnp.where(x >= by_k[:, None], weights, 0.0)
-    target = _scale(_total(_block_limbs(_blocks(kept, 0.0))), _fraction_bits(top_p))
-    cumulative = _carry(_cumsum(_limbs(*_fixed_point(jnp.take_along_axis(kept, ids, axis=1)))))
-    larger = tuple(jnp.pad(limb[:, :-1], ((0, 0), (1, 0))) for limb in cumulative)
-    # Within a tie only the first one's sum is that of the strictly larger; its value decides.
-    is_kept = _less(larger, _per_row(target)).at[:, 0].set(True)
-    near = jnp.min(jnp.where(is_kept, values, jnp.inf), axis=1)
-    last = values[:, -1]
+    candidate_weights = jnp.take_along_axis(kept, ids, axis=1)
+    target = _scale(_mass(kept), _fraction_bits(top_p))
     is_on = top_p < 1.0
-    is_far = is_on & (near <= last) & (by_k < last) & (values.shape[1] < x.shape[1])
 
-    def holds(value):
-        mass = _total(_block_limbs(_blocks(jnp.where(x > value[:, None], kept, 0.0), 0.0)))
-        return _less(mass, target)
+    def is_cut(index):  # the index-th candidate: its larger ones hold the share already
+        value = jnp.take_along_axis(values, index[:, None].astype(jnp.int32), axis=1)
+        return ~_less(_mass(jnp.where(values > value, candidate_weights, 0.0)), target)
 
+    one, end = (jnp.full(x.shape[0], n, jnp.uint32) for n in (1, num_candidates))
+    num_kept = _first_true(is_cut, jnp.where(is_on, one, end), end)
+    last_kept = (num_kept - 1).astype(jnp.int32)[:, None]
+    near = jnp.take_along_axis(values, last_kept, axis=1)[:, 0]
+
+    last = values[:, -1]
+    is_far = is_on & (near <= last) & (by_k < last) & (num_candidates < x.shape[1])
+    holds = lambda value: _less(_mass(jnp.where(x > value[:, None], kept, 0.0)), target)
     far = lax.cond(jnp.any(is_far), lambda: _smallest(holds, last, is_far), lambda: last)
     return jnp.where(is_on, jnp.where(is_far, far, near), -jnp.inf)
 
@@ -117,21 +120,25 @@ def _smallest(holds, known, is_active):
     `holds` must be monotone (false below, true above) and true at `known`. Rows not active are
     returned as `known` and cost no round.
     """
+    high = _to_order(known)
+    low = jnp.where(is_active, _to_order(jnp.full_like(known, -jnp.inf)), high)
+    return _from_order(_first_true(lambda order: holds(_from_order(order)), low, high))
+
+
+def _first_true(predicate, low, high):
+    """The smallest uint32 [R] in [low, high] at which a monotone predicate is true; `high` where
+    it is true nowhere below."""
 
     def halve(bounds):
         low, high = bounds
         middle = low + ((high - low) >> 1)
-        is_true = holds(_from_order(middle))
-        is_open = low < high
+        is_true, is_open = predicate(middle), low < high
         return (
             jnp.where(is_open & ~is_true, middle + 1, low),
             jnp.where(is_open & is_true, middle, high),
         )
 
-    high = _to_order(known)
-    low = jnp.where(is_active, _to_order(jnp.full_like(known, -jnp.inf)), high)
-    _, found = lax.while_loop(lambda b: jnp.any(b[0] < b[1]), halve, (low, high))
-    return _from_order(found)
+    return lax.while_loop(lambda bounds: jnp.any(bounds[0] < bounds[1]), halve, (low, high))[1]
 
 
 _SIGN = np.uint32(0x8000_0000)
@@ -154,27 +161,28 @@ def invert(
     """The first token whose cumulative weight exceeds uniform / 2**32 of the total, and whether
     a row has no weight at all."""
     blocks = _blocks(weights, 0.0)
-    cumulative = _carry(_cumsum(_block_limbs(blocks)))  # [R, V / BLOCK]
-    total = tuple(limb[:, -1] for limb in cumulative)
+    per_block = _limb_sum(blocks)  # [NUM_LIMBS, R, V / BLOCK]
+    total = _carry(jnp.sum(per_block, axis=2, dtype=jnp.uint32))
     target = _scale(total, uniform)
-    block = _count_up_to(cumulative, target)
-    earlier = jnp.maximum(block - 1, 0)[:, None]
-    before = tuple(
-        jnp.where(block > 0, jnp.take_along_axis(limb, earlier, axis=1)[:, 0], 0)
-        for limb in cumulative
-    )
-    inside = _cumsum(_limbs(*_fixed_point(_take_block(blocks, block))))
-    inside = _carry(tuple(a + b[:, None] for a, b in zip(inside, before, strict=True)))
-    token = block * BLOCK + _count_up_to(inside, target)
-    is_empty = ~_less(tuple(jnp.zeros_like(limb) for limb in total), total)
-    return jnp.minimum(token, weights.shape[1] - 1), is_empty
+    zero = jnp.zeros_like(uniform)
 
+    def first(exceeds, size):
+        """The first index at which the sum up to and with it exceeds the target."""
+        return _first_true(exceeds, zero, jnp.full_like(zero, size - 1)).astype(jnp.int32)
 
-def _count_up_to(cumulative: Limbs, target: Limbs):
-    """How many entries [R] of a row's cumulative sums [R, n] are <= the target; at most n - 1."""
-    is_reached = ~_less(_per_row(target), cumulative)
-    count = jnp.sum(is_reached, axis=1, dtype=jnp.int32)
-    return jnp.minimum(count, cumulative[0].shape[1] - 1)
+    def sum_below(index):
+        is_below = jnp.arange(blocks.shape[1]) < index[:, None]
+        return jnp.sum(jnp.where(is_below, per_block, 0), axis=2, dtype=jnp.uint32)
+
+    block = first(lambda i: _less(target, _carry(sum_below(i + 1))), blocks.shape[1])
+    before, inside = sum_below(block), _take_block(blocks, block)
+
+    def exceeds(index):
+        upto = jnp.where(jnp.arange(BLOCK) <= index[:, None], inside, 0.0)
+        return _less(target, _carry(before + _limb_sum(upto)))
+
+    token = block * BLOCK + first(exceeds, BLOCK)
+    return jnp.minimum(token, weights.shape[1] - 1), ~_less(jnp.zeros_like(total), total)
 
 
 def log_normalizer(logits: Float32[Array, "R V"]) -> Float32[Array, " R"]:
@@ -182,8 +190,8 @@ def log_normalizer(logits: Float32[Array, "R V"]) -> Float32[Array, " R"]:
     largest = jnp.max(logits, axis=1)
     weights = weights_of(logits, jnp.ones(logits.shape[0], jnp.float32))
     total = jnp.zeros(logits.shape[0], jnp.float32)
-    for i, limb in enumerate(_total(_block_limbs(_blocks(weights, 0.0)))):
-        total += limb.astype(jnp.float32) * 2.0 ** (16 * i - 48)
+    for i, limb in enumerate(_mass(weights)):
+        total += limb.astype(jnp.float32) * 2.0 ** (16 * i - FRACTION_BITS)
     return largest + jnp.log(total)
 
 
@@ -202,63 +210,55 @@ def _take_block(blocks, block):
     return jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
 
 
-def _fixed_point(weights):
-    """Weights in [0, 1] as int32 pairs: high * 2**-24 + low * 2**-48, rounded down."""
+def _mass(weights):
+    """The sum of each row of weights [R, n]: carried limbs [NUM_LIMBS, R]."""
+    if weights.shape[1] <= BLOCK:
+        return _carry(_limb_sum(weights))
+    return _carry(jnp.sum(_limb_sum(_blocks(weights, 0.0)), axis=2, dtype=jnp.uint32))
+
+
+def _limb_sum(weights):
+    """The sum over the last axis, of at most BLOCK weights in [0, 1]: limbs, not carried.
+
+    A weight is high * 2**-24 + low * 2**-44, rounded down. One reduction of pairs: two would
+    store their [R, V] operands first (on CPU 17.9 against 2.0 ms for [64, 49152]).
+    """
     scaled = weights * 2.0**24
-    high = jnp.floor(scaled)
-    return high.astype(jnp.int32), ((scaled - high) * 2.0**24).astype(jnp.int32)
-
-
-def _block_limbs(blocks) -> Limbs:
-    """The sum of every block: limbs [R, V / BLOCK]. One reduction of pairs: on CPU two take nine
-    times as long (17.9 against 2.0 ms for [64, 49152])."""
+    whole = jnp.floor(scaled)
+    pair = (whole.astype(jnp.int32), ((scaled - whole) * 2.0**20).astype(jnp.int32))
     add = lambda a, b: (a[0] + b[0], a[1] + b[1])
-    zero = jnp.int32(0)
-    return _limbs(*lax.reduce(_fixed_point(blocks), (zero, zero), add, (2,)))
-
-
-def _limbs(high, low) -> Limbs:
-    """high * 2**24 + low for high <= 2**31 and low < 2**31, given as the bits of an int32."""
-    high, low = (lax.bitcast_convert_type(part, jnp.uint32) for part in (high, low))
-    return (
-        low & 0xFFFF,
-        (low >> 16) + ((high & 0xFF) << 8),
-        (high >> 8) & 0xFFFF,
-        high >> 24,
-        jnp.zeros_like(high),
+    sums = lax.reduce(pair, (jnp.int32(0), jnp.int32(0)), add, (weights.ndim - 1,))
+    high, low = (lax.bitcast_convert_type(part, jnp.uint32) for part in sums)  # high <= 2**31
+    return jnp.stack(
+        [
+            low & 0xFFFF,
+            (low >> 16) + ((high & 0xFFF) << 4),
+            (high >> 12) & 0xFFFF,
+            high >> 28,
+        ]
     )
 
 
-def _carry(limbs: Limbs) -> Limbs:
+def _carry(limbs):
     """The same value with 16 bits in each limb but the last."""
-    carried, carry = [], jnp.zeros_like(limbs[0])
-    for limb in limbs:
+    *lower, last = limbs
+    carried, carry = [], jnp.zeros_like(last)
+    for limb in lower:
         value = limb + carry
         carried.append(value & 0xFFFF)
         carry = value >> 16
-    return tuple(carried)
+    return jnp.stack([*carried, last + carry])
 
 
-def _cumsum(limbs: Limbs) -> Limbs:
-    return tuple(jnp.cumsum(limb, axis=1, dtype=jnp.uint32) for limb in limbs)
-
-
-def _total(limbs: Limbs) -> Limbs:
-    return _carry(tuple(jnp.sum(limb, axis=1, dtype=jnp.uint32) for limb in limbs))
-
-
-def _per_row(limbs: Limbs) -> Limbs:
-    return tuple(limb[:, None] for limb in limbs)
-
-
-def _less(a: Limbs, b: Limbs):
-    result = jnp.zeros(jnp.broadcast_shapes(a[0].shape, b[0].shape), bool)
+def _less(a, b):
+    """Whether a < b, of carried limbs."""
+    result = jnp.zeros(a.shape[1:], bool)
     for x, y in zip(a, b, strict=True):  # least significant first: the last to differ decides
         result = (x < y) | ((x == y) & result)
     return result
 
 
-def _scale(total: Limbs, fraction) -> Limbs:
+def _scale(total, fraction):
     """floor(total * fraction / 2**32) of carried limbs, schoolbook."""
     columns = [jnp.zeros_like(fraction)] * (NUM_LIMBS + 2)
     for i, limb in enumerate(total):
@@ -266,7 +266,7 @@ def _scale(total: Limbs, fraction) -> Limbs:
             product = limb * part
             columns[i + j] += product & 0xFFFF
             columns[i + j + 1] += product >> 16
-    return _carry(tuple(columns))[2:]
+    return _carry(columns)[2:]
 
 
 def _fraction_bits(p):

@@ -44,7 +44,6 @@ class Feature(enum.IntFlag):
     MIN_TOKENS = 64
     PENALTIES = 128
     LOGPROBS = 256
-    TOP_LOGPROBS = 512
 
 
 EXTRAS = Feature.BIAS | Feature.ALLOWED | Feature.BAD_WORDS | Feature.MIN_TOKENS | Feature.PENALTIES
@@ -137,7 +136,6 @@ def features(
         or params.frequency_penalty != 0.0
         or params.repetition_penalty != 1.0,
         Feature.LOGPROBS: params.logprobs is not None,
-        Feature.TOP_LOGPROBS: bool(params.logprobs),
     }
     flags = Feature(0)
     for feature, is_asked in asked.items():

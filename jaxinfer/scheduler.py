@@ -29,6 +29,10 @@ class Row(NamedTuple):
     num_tokens: int
     is_sampled: bool
 
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
+
 
 class PageEntry(NamedTuple):
     """A new entry of a slot's page table."""
@@ -66,6 +70,7 @@ class Scheduler:
         self.running: list[Request] = []  # the same
         self._free_slots = list(range(max_rows - 1, -1, -1))
         self.num_preemptions = 0
+        self.num_shared_tokens = 0  # tokens that the prefix cache has spared from computing
 
     @property
     def has_requests(self) -> bool:
@@ -180,7 +185,7 @@ class Scheduler:
             self._share_prefix(request)
             num_tokens = min(request.num_remaining, budget)
             # Room for all it knows, not for its first chunk alone, or it would be preempted soon.
-            num_needed = self.pool.pages_for(request.num_known) - len(request.pages)
+            num_needed = self.pool.pages_for(request.num_to_compute) - len(request.pages)
             num_taken = self.pool.pages_for(request.num_computed + num_tokens) - len(request.pages)
             if num_needed > self.pool.num_available and self.running:
                 self._unshare(request)
@@ -194,18 +199,19 @@ class Scheduler:
             self.waiting.pop(0)
             bisect.insort(self.running, request, key=self.policy.order)
             self.policy.admitted()
+            self.num_shared_tokens += request.num_computed
             budget -= num_tokens
             plan.admitted.append(request)
             self._add_row(request, num_tokens, plan)
 
     def _share_prefix(self, request: Request) -> None:
-        """Start from cached pages. At least the last known token is computed, for its logits."""
+        """Start from cached pages. At least one token is computed: the last one, for its logits."""
         if request.cache_root is None:
             return
         known = request.token_ids(0, request.num_known)
         request.pages, request.page_keys = self.pool.share(request.cache_root, known)
         request.num_shared = len(request.pages) * self.pool.page_size
-        request.num_computed = min(request.num_shared, request.num_known - 1)
+        request.num_computed = min(request.num_shared, request.num_to_compute - 1)
 
     def _unshare(self, request: Request) -> None:
         self.pool.release(request.pages)

@@ -1,6 +1,6 @@
 """How the benches drive a jaxinfer engine, and what they measure inside it.
 
-Everything here works on `Engine.add` and `Engine.step`, the same loop that `LLM` and the server run.
+Everything works on `Engine.add` and `Engine.step`, the same loop that `LLM` and the server run.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import cProfile
 import dataclasses
 import pstats
-import statistics
 import time
 from collections.abc import Sequence
 
@@ -101,22 +100,22 @@ def one_layer_engine(engine: Engine, num_rows: int, num_tokens: int, *, with_tex
 
 @dataclasses.dataclass(frozen=True)
 class HostWork:
-    """Seconds of host work in each pure decode step, and where they go by function."""
+    """Host work of each pure decode step in seconds, by two clocks, and where it goes by function.
+
+    `step_s` is wall time minus the time blocked on the device; whatever else runs on the machine is
+    in it, the device's own threads on a CPU too. `cpu_s` is the processor time of the engine's
+    thread: its work alone.
+    """
 
     step_s: list[float]
+    cpu_s: list[float]
     profile: list[tuple[str, float, float]]  # function, calls a step, microseconds a step
-
-    @property
-    def median_ms(self) -> float:
-        """The median step's host work in milliseconds."""
-        return statistics.median(self.step_s) * 1e3
 
 
 def host_work(engine: Engine, prompts: Prompts, num_steps: int) -> HostWork:
     """Measure the host's part of steps that decode one token for every prompt.
 
-    Half of the steps are timed (a step's wall time minus the time spent blocked on the device), the
-    other half run under cProfile, which slows them and is not timed.
+    `num_steps` are timed; half as many more run under cProfile, which slows them, and are not.
     """
     output_len = 2 * num_steps + 4
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
@@ -124,11 +123,13 @@ def host_work(engine: Engine, prompts: Prompts, num_steps: int) -> HostWork:
         engine.add(prompt, params)
     for _ in range(4 + len(prompts) * len(prompts[0]) // engine.config.scheduler.max_tokens):
         engine.step()
-    times = []
+    work = HostWork([], [], [])
     for _ in range(num_steps):
+        start = time.thread_time()
         engine.step()
         if engine.stats.num_rows == engine.stats.num_tokens == len(prompts):
-            times.append(engine.stats.total_s - engine.stats.wait_s)
+            work.cpu_s.append(time.thread_time() - start)
+            work.step_s.append(engine.stats.total_s - engine.stats.wait_s)
     profiler = cProfile.Profile()
     profiler.enable()
     for _ in range(num_steps // 2):
@@ -136,12 +137,12 @@ def host_work(engine: Engine, prompts: Prompts, num_steps: int) -> HostWork:
     profiler.disable()
     while engine.has_requests:
         engine.step()
-    if len(times) < num_steps:
+    if len(work.step_s) < num_steps:
         raise RuntimeError(
-            f"{num_steps - len(times)} of {num_steps} steps did not decode all {len(prompts)} "
-            "rows; raise the pool or the budget"
+            f"{num_steps - len(work.step_s)} of {num_steps} steps did not decode all "
+            f"{len(prompts)} rows; raise the pool or the budget"
         )
-    return HostWork(times, _top_functions(profiler, num_steps // 2))
+    return dataclasses.replace(work, profile=_top_functions(profiler, num_steps // 2))
 
 
 def _top_functions(

@@ -3,27 +3,26 @@
     python scripts/bench_offline.py --model=demo --dtype=float32 --json=out.json
 
 Both sides load the same file, get the same prompts and the same cores, and take turns: one round of
-each, `--repeats` times, after a round that is not counted. Prompts are fresh in every round, so that
-no prefix is ever found in a cache. The ratio compares medians; the best of each is printed beside it,
-because a busy machine slows single rounds. Where the peer has a hand-written decode loop, it is used
-as it is faster than `model.generate` (see `bench_peer.py`).
+each, `--repeats` times, after a round that is not counted. Prompts are fresh in every round, so
+that no prefix is ever found in a cache. The ratio compares medians; the best of each is printed
+beside it, because a busy machine slows single rounds. The peer runs a hand-written decode loop,
+which is faster than its own `model.generate` (see `bench_peer.py`).
 
 Cases (`--cases`, comma-separated):
 
     one_stream  tokens/s of one greedy stream, after its first token
     rows        the same for 8 rows together
     prefill     tokens/s of a prompt of 512 tokens, up to its first token
-    mixed       useful tokens/s over 64 requests: prompts of 8-256 tokens, heavy-tailed outputs of 8-256,
-                against the peer, and this engine itself, in static batches of 16
+    mixed       useful tokens/s over 64 requests (prompts of 8-256 tokens, heavy-tailed outputs of
+                8-256) against the peer, and this engine itself, in static batches of 16
     host        host work in a step of 256 decoding rows, one layer; with its profile
     pool        step time with ten times the pages
-    startup     seconds to the first token of `scripts/generate.py`, compilation cache empty and full
-    programs    programs compiled by the cases above that serve, and those compiled after warm-up
+    startup     seconds to the first token of `scripts/generate.py`, compilation cache empty, full
+    programs    programs compiled for the cases above that serve, and those compiled after warm-up
 """
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import json
 import os
@@ -36,29 +35,16 @@ import time
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import bench_engine
 import numpy as np
 from absl import app, flags
+from bench_report import Measure, machine, print_table
 
 from jaxinfer import LLM, load_config
 from jaxinfer.compilation_cache import cache_home
 from jaxinfer.loading.demo import demo_model_path
-
-CASES = ("one_stream", "rows", "prefill", "mixed", "host", "pool", "startup", "programs")
-
-FLAGS = flags.FLAGS
-flags.DEFINE_string("model", "demo", 'GGUF file, Hugging Face directory, or "demo".')
-flags.DEFINE_enum(
-    "dtype", "float32", ["float32", "bfloat16"], "Weights and activations, both sides."
-)
-flags.DEFINE_enum("peer", "transformers", ["transformers", "none"], "What to compare with.")
-flags.DEFINE_list("cases", list(CASES), f"Cases to run, of {', '.join(CASES)}.")
-flags.DEFINE_integer("threads", len(os.sched_getaffinity(0)), "Cores for each side.", lower_bound=1)
-flags.DEFINE_integer("repeats", 5, "Counted rounds of a case.", lower_bound=1)
-flags.DEFINE_multi_string("set", [], "Engine options, key.path=value.")
-flags.DEFINE_string("json", None, "File to write the results into.")
 
 # The least ratio (or the most, for "at most") that a case has to reach, by dtype.
 TARGETS = {
@@ -70,53 +56,22 @@ TARGETS = {
 STATIC_ROWS = 16
 
 
-@dataclasses.dataclass(frozen=True)
-class Measure:
-    """One row of the table: samples of ours and, where there is one, of what it is compared with."""
-
-    case: str
-    unit: str
-    ours: list[float]
-    other: list[float] = dataclasses.field(default_factory=list)
-    other_name: str = ""
-    target: float | None = None
-    bound: Literal["at least", "at most"] = "at least"
-
-    @property
-    def value(self) -> float:
-        """Ratio of medians, or the median itself where there is nothing to compare with."""
-        ours = statistics.median(self.ours)
-        return ours / statistics.median(self.other) if self.other else ours
-
-    @property
-    def is_reached(self) -> bool | None:
-        """Whether the target is met; None without one."""
-        if self.target is None:
-            return None
-        return self.value >= self.target if self.bound == "at least" else self.value <= self.target
-
-    def columns(self) -> list[str]:
-        """The cells of its row."""
-        best = max if self.bound == "at least" else min
-        cell = lambda x: f"{statistics.median(x):.4g} ({best(x):.4g})" if x else ""
-        must = f"{self.bound} {self.target:g}" if self.target is not None else ""
-        verdict = {True: "yes", False: "NO", None: ""}[self.is_reached]
-        ratio = f"{self.value:.3g}" if self.other else ""
-        other = f"{cell(self.other)} {self.other_name}" if self.other else ""
-        return [self.case, self.unit, cell(self.ours), other, ratio, must, verdict]
-
-    def as_json(self) -> dict[str, Any]:
-        """Everything, samples included."""
-        return dataclasses.asdict(self) | {"value": self.value, "is_reached": self.is_reached}
-
-
 class Bench:
     """The two sides, loaded once, and how to time them in turn."""
 
-    def __init__(self, model: str, dtype: str, peer: str, threads: int, repeats: int):
-        self.dtype, self.repeats = dtype, repeats
-        config = load_config(overrides=[f"dtype={dtype}", *FLAGS.set])
-        self.engine = LLM(model, config).engine
+    def __init__(
+        self,
+        model: str,
+        dtype: str,
+        *,
+        settings: Sequence[str],
+        peer: str,
+        threads: int,
+        repeats: int,
+    ):
+        self.model, self.dtype, self.repeats, self.threads = model, dtype, repeats, threads
+        self.settings = [f"dtype={dtype}", *settings]
+        self.engine = LLM(model, load_config(overrides=self.settings)).engine
         self.vocab_size = self.engine.model.config.vocab_size
         self.peer: Any = None
         if peer == "transformers":
@@ -231,16 +186,15 @@ def host(bench: Bench, num_rows: int = 256, num_steps: int = 40) -> list[Measure
         )
         work = bench_engine.host_work(engine, bench.prompts([16] * num_rows), num_steps)
         name = f"host, {num_rows} rows" + ("" if with_text else ", ids only")
-        samples = [s * 1e3 for s in work.step_s]
-        measures.append(Measure(name, "ms a step", samples, target=1.5, bound="at most"))
+        for kind, seconds, target in (("", work.step_s, 1.5), (", cpu time", work.cpu_s, None)):
+            samples = [s * 1e3 for s in seconds]
+            measures.append(Measure(name + kind, "ms a step", samples, [], "", target, "at most"))
         bench.profile = bench.profile or work.profile
     return measures
 
 
-def pool(
-    bench: Bench, num_rows: int = 8, num_pages: int = 24, num_steps: int = 20
-) -> list[Measure]:
-    """Step time with `num_pages` and ten times as many, same work: is the cache updated in place?"""
+def pool(bench: Bench, num_rows: int = 8, num_pages: int = 24) -> list[Measure]:
+    """Step time with `num_pages` and ten times as many: is the cache updated in place?"""
     small, large = (
         bench_engine.sibling(bench.engine, bench_engine.with_pages(bench.engine.config, n))
         for n in (num_pages, 10 * num_pages)
@@ -248,7 +202,7 @@ def pool(
 
     def work() -> list[float]:
         prompts = bench.prompts([16] * num_rows)
-        steps = (bench_engine.step_seconds(e, prompts, num_steps) for e in (large, small))
+        steps = (bench_engine.step_seconds(e, prompts, 20) for e in (large, small))
         return [statistics.median(s) * 1e3 for s in steps]
 
     large_ms, small_ms = bench.in_turn(work)
@@ -274,8 +228,8 @@ def first_token_seconds(command: Sequence[str], environment: dict[str, str]) -> 
 def startup(bench: Bench) -> list[Measure]:
     """A new process up to its first token: compilation cache empty, then full."""
     script = Path(__file__).parent / "generate.py"
-    command = [sys.executable, str(script), f"--model={FLAGS.model}", "--max_tokens=8"]
-    command += [f"--set={value}" for value in (f"dtype={bench.dtype}", *FLAGS.set)]
+    command = [sys.executable, str(script), f"--model={bench.model}", "--max_tokens=8"]
+    command += ["--prompt=Once upon a time", *(f"--set={value}" for value in bench.settings)]
     cold, warm = [], []
     for _ in range(min(bench.repeats, 3)):
         with tempfile.TemporaryDirectory() as folder:
@@ -302,32 +256,11 @@ def programs(bench: Bench) -> list[Measure]:
     ]
 
 
-def machine() -> dict[str, Any]:
-    """The processor, its cores and memory."""
-    model = platform.processor()
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            model = line.partition(":")[2].strip()
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {"cpu": model, "cores": os.cpu_count(), "memory_bytes": memory, "threads": FLAGS.threads}
-
-
 def versions(bench: Bench) -> dict[str, str]:
     """Versions of what was measured."""
     names = ("jaxinfer", "jax", "jaxlib", "flax", "numpy")
     found = {"python": platform.python_version()} | {n: metadata.version(n) for n in names}
     return found | (bench.peer.versions() if bench.peer else {})
-
-
-def print_table(measures: Sequence[Measure]) -> None:
-    """Medians, with the best in brackets."""
-    head = ["case", "unit", "jaxinfer", "compared with", "ratio", "must reach", "reached"]
-    table = [head, *(measure.columns() for measure in measures)]
-    widths = [max(len(row[i]) for row in table) for i in range(len(head))]
-    for row in table:
-        print(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        )
 
 
 def restrict_to(threads: int) -> None:
@@ -338,25 +271,56 @@ def restrict_to(threads: int) -> None:
     os.sched_setaffinity(0, allowed[:threads])
 
 
+CASES: dict[str, Callable[[Bench], list[Measure]]] = {
+    "one_stream": one_stream,
+    "rows": rows,
+    "prefill": prefill,
+    "mixed": mixed,
+    "host": host,
+    "pool": pool,
+    "startup": startup,
+    "programs": programs,
+}
+
+FLAGS = flags.FLAGS
+flags.DEFINE_string("model", "demo", 'GGUF file, Hugging Face directory, or "demo".')
+flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Number type of both sides.")
+flags.DEFINE_enum("peer", "transformers", ["transformers", "none"], "What to compare with.")
+flags.DEFINE_list("cases", list(CASES), f"Cases to run, of {', '.join(CASES)}.")
+flags.DEFINE_integer(
+    "threads", len(os.sched_getaffinity(0)), "Cores, the same for both sides.", lower_bound=1
+)
+flags.DEFINE_integer("repeats", 5, "Counted rounds of a case.", lower_bound=1)
+flags.DEFINE_multi_string("set", [], "Engine options, key.path=value.")
+flags.DEFINE_string("json", None, "File to write the results into.")
+
+
 def main(argv: Sequence[str]) -> None:
     """Run the cases, print the table, write the JSON."""
     unknown = [case for case in FLAGS.cases if case not in CASES]
     if unknown or len(argv) > 1:
         raise app.UsageError(f"unknown: {unknown or argv[1:]}; cases are {', '.join(CASES)}")
     restrict_to(FLAGS.threads)
-    bench = Bench(FLAGS.model, FLAGS.dtype, FLAGS.peer, FLAGS.threads, FLAGS.repeats)
+    bench = Bench(
+        FLAGS.model,
+        FLAGS.dtype,
+        settings=FLAGS.set,
+        peer=FLAGS.peer,
+        threads=FLAGS.threads,
+        repeats=FLAGS.repeats,
+    )
     measures: list[Measure] = []
-    for case in CASES:
-        if case in FLAGS.cases:
-            print(f"{case} ...", file=sys.stderr, flush=True)
-            measures += globals()[case](bench)
+    for name, case in CASES.items():
+        if name in FLAGS.cases:
+            print(f"{name} ...", file=sys.stderr, flush=True)
+            measures += case(bench)
     result = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": machine(),
+        "machine": machine(bench.threads),
         "versions": versions(bench),
         "model": FLAGS.model,
         "dtype": FLAGS.dtype,
-        "settings": FLAGS.set,
+        "settings": bench.settings,
         "measures": [measure.as_json() for measure in measures],
         "host_profile": bench.profile,
     }

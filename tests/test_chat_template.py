@@ -201,4 +201,4 @@ def test_text_parts_are_joined_and_other_keys_kept():
 )
 def test_malformed_messages_are_refused_by_position(messages, message):
     with pytest.raises(ChatTemplateError, match=message):
-        ChatTemplate(CHATML).render(messages)
+        check_messages(messages)

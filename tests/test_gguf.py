@@ -235,6 +235,9 @@ def test_a_folder_opens_only_if_it_holds_one_gguf_model(tmp_path):
     said = refused(tmp_path)
     assert "a.gguf" in said
     assert "b.gguf" in said
+    # A directory of safetensors is not taken for one of GGUF.
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert "model.safetensors" in refused(tmp_path)
 
 
 def test_the_header_walk_agrees_with_the_packages_own_reader(tmp_path):

@@ -123,6 +123,23 @@ def test_reading_a_tensor_maps_it_instead_of_copying(tmp_path):
         values[0, 0] = 1
 
 
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux' /proc")
+def test_a_tensor_that_was_dropped_is_no_longer_resident(tmp_path):
+    size = 8 * 2**20
+    tensors = {f"t{i}": np.ones(size, np.uint8) for i in range(8)}
+    write_safetensors(tmp_path / "a.safetensors", tensors)
+    del tensors
+    stored = read_safetensors(tmp_path / "a.safetensors")
+
+    def resident_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+    before = resident_bytes()
+    for tensor in stored.values():
+        assert tensor.read().sum() == size
+        assert resident_bytes() - before < 2.5 * size
+
+
 def test_a_directory_opens_with_its_config_and_tensors(model):
     checkpoint = open_checkpoint(model)
     assert checkpoint.format == "safetensors"

@@ -177,7 +177,7 @@ def test_a_neighbour_that_needs_the_search_does_not_move_a_threshold():
 def test_the_inverse_equals_integer_arithmetic(exponents, uniform):
     weights = np.zeros(V, np.float32)
     weights[-len(exponents) :] = np.ldexp(np.float32(1 - 2**-20), exponents)
-    fixed = [int(float(w) * 2**48) for w in weights]
+    fixed = [int(float(w) * 2**draw.FRACTION_BITS) for w in weights]
     cumulative = np.cumsum(np.array(fixed, object))
     target = int(cumulative[-1]) * uniform >> 32
     expected = next((i for i, total in enumerate(cumulative) if total > target), None)
@@ -188,7 +188,7 @@ def test_the_inverse_equals_integer_arithmetic(exponents, uniform):
 
 
 def test_sums_do_not_overflow_at_the_largest_vocabulary_of_equal_logits():
-    vocab_size = 262_144
+    vocab_size = draw.MAX_VOCAB_SIZE
     weights = jnp.ones((1, vocab_size), jnp.float32)
     for uniform in (0, 2**31, 2**32 - 1):
         token, _ = INVERT(weights, jnp.full(1, uniform, jnp.uint32))

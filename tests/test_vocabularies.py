@@ -25,6 +25,8 @@ def write_vocabulary(path: Path, change: str) -> Path:
         model = "bert"
     elif change == "pre":
         pre = "no-such-rule"
+    elif change == "no pre":
+        pre = None
     elif change == "merge":
         merges = ["a b", "b c", "ab"]
     elif change == "merges":
@@ -56,6 +58,7 @@ def write_vocabulary(path: Path, change: str) -> Path:
     [
         ("model", ["'bert' is not supported", "gpt2, llama", "tokenizer.json"]),
         ("pre", ["'no-such-rule' is not known", "smollm", "llama-bpe", "tokenizer.json"]),
+        ("no pre", ["tokenizer.ggml.pre is missing", "convert the model again"]),
         ("merge", ["merge 1 is 'b c'", "merge 2 is 'ab'"]),
         ("merges", ["merges is no list"]),
         ("types", ["4 tokens but 1 token types"]),

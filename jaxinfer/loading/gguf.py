@@ -148,7 +148,7 @@ def _generation_defaults(path: Path, header: GgufHeader) -> GenerationDefaults:
         value = metadata.get(key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, kinds)):
             raise CheckpointError(f"{path}: {key} is {value!r}, a number is needed")
-        numbers[field] = value
+        numbers[field] = float(value) if float in kinds and value is not None else value
     ids = special_ids(path, metadata)
     return GenerationDefaults(
         eos_token_ids=ids.eos, bos_token_id=ids.bos, pad_token_id=ids.pad, **numbers

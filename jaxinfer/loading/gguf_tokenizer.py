@@ -2,7 +2,8 @@
 
 Two kinds of vocabulary are supported: "gpt2" (byte-level BPE with explicit merges, text split
 first by a rule that the file names) and "llama" (SentencePiece BPE, whose merges follow from the
-scores, with byte fallback). What the file does not say defaults as the format's own loader does.
+scores, with byte fallback). Whether BOS and EOS are added, and the special ids of a "llama"
+vocabulary, default as in the format's own loader where the file does not say.
 """
 
 from __future__ import annotations
@@ -163,7 +164,12 @@ def _vocabulary(path: Path, metadata: Mapping[str, Any]) -> _Vocabulary:
 def _byte_level(
     path: Path, metadata: Mapping[str, Any], vocabulary: _Vocabulary, ids: SpecialIds
 ) -> tuple[tokenizers.Tokenizer, Spelling, bool]:
-    name = metadata.get(_PREFIX + "pre", "default")
+    name = metadata.get(_PREFIX + "pre")
+    if name is None:  # files of before May 2024; a guess would give other ids than in training
+        raise CheckpointError(
+            f"{path}: does not say how to split text ({_PREFIX}pre is missing); convert the model "
+            "again with a current converter, or use its Hugging Face directory"
+        )
     rule = SPLIT_RULES.get(name) if isinstance(name, str) else None
     if rule is None:
         raise CheckpointError(

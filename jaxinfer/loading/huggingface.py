@@ -129,7 +129,7 @@ def _generation_defaults(
             if value is None:
                 continue
             if type(value) in kinds:
-                return value
+                return float(value) if float in kinds else value
             problems.append(f"{name}: {key} is {value!r}, {what} is needed")
         return None
 

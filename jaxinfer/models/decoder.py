@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxinfer.kv_cache import LayerPages, RaggedBatch
 from jaxinfer.nn.attention import Attention
-from jaxinfer.nn.layers import Embedding, GatedMLP, Linear, Numerics, RMSNorm
+from jaxinfer.nn.layers import Embedding, GatedMLP, Linear, Numerics, RMSNorm, tokenwise
 from jaxinfer.nn.rope import Rope
 
 
@@ -60,11 +60,16 @@ class DecoderConfig:
         if not 0 < self.norm_eps < 1:
             wrong.append(f"norm_eps is {self.norm_eps}; it must lie between 0 and 1")
         if wrong:
-            raise ValueError("the model's configuration does not hold together: " + "; ".join(wrong))
+            raise ValueError(
+                "the model's configuration does not hold together: " + "; ".join(wrong)
+            )
 
 
 class Block(nnx.Module):
+    """`x += attention(norm(x)); x += mlp(norm(x))`."""
+
     def __init__(self, config: DecoderConfig, numerics: Numerics):
+        self.numerics = numerics
         D, eps = config.model_dim, config.norm_eps
         self.attention_norm = RMSNorm(D, eps, numerics)
         self.attention = Attention(
@@ -77,14 +82,25 @@ class Block(nnx.Module):
             out_bias=config.out_bias,
         )
         self.mlp_norm = RMSNorm(D, eps, numerics)
-        self.mlp = GatedMLP(
-            D, config.ffn_dim, config.activation, numerics, bias=config.mlp_bias
-        )
+        self.mlp = GatedMLP(D, config.ffn_dim, config.activation, numerics, bias=config.mlp_bias)
 
-    def __call__(self, x, angles, batch: RaggedBatch, pages: LayerPages):
-        attended, pages = self.attention(self.attention_norm(x), angles, batch, pages)
-        x = x + attended
-        return x + self.mlp(self.mlp_norm(x)), pages
+    def __call__(
+        self,
+        x: Float[Array, "T D"],
+        angles: tuple[Float[Array, "T half"], Float[Array, "T half"]],
+        batch: RaggedBatch,
+        pages: LayerPages,
+    ) -> tuple[Float[Array, "T D"], LayerPages]:
+        q, k, v = tokenwise(self.numerics, self._before, x, *angles)
+        attended, pages = self.attention.attend(q, k, v, batch, pages)
+        return tokenwise(self.numerics, self._after, x, attended), pages
+
+    def _before(self, x, cos, sin):
+        return self.attention.project_in(self.attention_norm(x), cos, sin)
+
+    def _after(self, x, attended):
+        x = x + self.attention.project_out(attended)
+        return x + self.mlp(self.mlp_norm(x))
 
 
 class Decoder(nnx.Module):
@@ -102,18 +118,22 @@ class Decoder(nnx.Module):
     def __call__(
         self, token_ids: Int[Array, "T"], batch: RaggedBatch, pages: Sequence[LayerPages]
     ) -> tuple[Float[Array, "T D"], tuple[LayerPages, ...]]:
-        """Normed hidden states of every token; pages with the new keys and values."""
+        """Hidden states of every token; pages with the new keys and values."""
         x = self.embed(token_ids)
-        angles = self.config.rope.angles(batch.positions, batch.rope_len)
+        angles = tokenwise(self.numerics, self.config.rope.angles, batch.positions, batch.rope_len)
         new_pages = []
         for i, (block, layer_pages) in enumerate(zip(self.blocks, pages, strict=True)):
             with jax.named_scope(f"block_{i}"):
                 x, layer_pages = block(x, angles, batch, layer_pages)
             new_pages.append(layer_pages)
-        return self.norm(x), tuple(new_pages)
+        return x, tuple(new_pages)
 
     def logits(self, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
-        """Next-token logits, float32."""
+        """Next-token logits, float32, of hidden states that `__call__` returned."""
+        return tokenwise(self.numerics, self._logits, hidden)
+
+    def _logits(self, hidden):
+        normed = self.norm(hidden)
         if self.head is None:
-            return self.embed.logits(hidden)
-        return self.head(hidden, accumulate=jnp.float32)
+            return self.embed.logits(normed)
+        return self.head(normed, accumulate=jnp.float32)

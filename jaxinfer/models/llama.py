@@ -72,9 +72,7 @@ GGUF_WEIGHTS = WeightTable(
             r"blocks\.(\d+)\.attention\.o\.weight", r"blk.\1.attn_output.weight", LINEAR_FROM_HEADS
         ),
         Weight(r"blocks\.(\d+)\.attention\.o\.bias", r"blk.\1.attn_output.bias"),
-        Weight(
-            r"blocks\.(\d+)\.mlp\.(gate|up|down)\.weight", r"blk.\1.ffn_\2.weight", LINEAR
-        ),
+        Weight(r"blocks\.(\d+)\.mlp\.(gate|up|down)\.weight", r"blk.\1.ffn_\2.weight", LINEAR),
         Weight(r"blocks\.(\d+)\.mlp\.(gate|up|down)\.bias", r"blk.\1.ffn_\2.bias"),
     ),
     ignored=(r"rope_freqs\.weight",),

@@ -6,9 +6,19 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from jaxinfer.nn.rope import Divided, Dynamic, Linear, Llama3, LongRope, Rope, Unscaled, Yarn
+from jaxinfer.nn.rope import (
+    Divided,
+    Dynamic,
+    Linear,
+    Llama3,
+    LongRope,
+    Proportional,
+    Rope,
+    Unscaled,
+    Yarn,
+)
 
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 
 
 def rope_from_hf(config: Mapping[str, Any], head_dim: int, max_len: int) -> Rope:
@@ -22,7 +32,10 @@ def rope_from_hf(config: Mapping[str, Any], head_dim: int, max_len: int) -> Rope
     partial = given.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     if "original_max_position_embeddings" in config:
         given["original_max_position_embeddings"] = config["original_max_position_embeddings"]
-    return Rope(float(theta), int(head_dim * (partial or 1.0)), _scaling_from_hf(given, max_len))
+    share = 1.0 if partial is None else partial
+    if given.get("rope_type") == "proportional":  # all dimensions, some of them standing still
+        return Rope(float(theta), head_dim, Proportional(given.get("factor") or 1.0, share))
+    return Rope(float(theta), int(head_dim * share), _scaling_from_hf(given, max_len))
 
 
 def _scaling_from_hf(given: Mapping[str, Any], max_len: int) -> Unscaled:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -13,10 +12,8 @@ from jaxinfer.nn.rope import rotate
 
 
 class Attention(nnx.Module):
-    """Multi-head, grouped-query or multi-query attention with rotary positions.
-
-    Writes the new tokens' keys and values to their pages, then attends over the row's pages.
-    """
+    """Multi-head, grouped-query or multi-query attention with rotary positions, in three parts:
+    what each token does alone, what it does with its row's cache, and alone again."""
 
     def __init__(
         self,
@@ -41,14 +38,21 @@ class Attention(nnx.Module):
         out_bias_dims = (2,) if out_bias else ()
         self.o = Linear((N, H, D), out_axes, numerics, bias_dims=out_bias_dims)
 
-    def __call__(
+    def project_in(
+        self, x: Float[Array, "T D"], cos: Float[Array, "T half"], sin: Float[Array, "T half"]
+    ) -> tuple[Float[Array, "T N H"], Float[Array, "T K H"], Float[Array, "T K H"]]:
+        """Queries, keys and values; the first two turned to their positions."""
+        return rotate(self.q(x), cos, sin), rotate(self.k(x), cos, sin), self.v(x)
+
+    def attend(
         self,
-        x: Float[Array, "T D"],
-        angles: tuple[jax.Array, jax.Array],
+        q: Float[Array, "T N H"],
+        k: Float[Array, "T K H"],
+        v: Float[Array, "T K H"],
         batch: RaggedBatch,
         pages: LayerPages,
-    ) -> tuple[Float[Array, "T D"], LayerPages]:
-        q, k, v = rotate(self.q(x), *angles), rotate(self.k(x), *angles), self.v(x)
+    ) -> tuple[Float[Array, "T N H"], LayerPages]:
+        """Store keys and values in their pages, then attend over each row's pages."""
         pages = pages.write(k, v, batch)
         out = paged_attention(
             q,
@@ -61,4 +65,7 @@ class Attention(nnx.Module):
             batch_invariant=self.numerics.batch_invariant,
             backend=self.numerics.attention_backend,
         )
-        return self.o(out), pages
+        return out, pages
+
+    def project_out(self, out: Float[Array, "T N H"]) -> Float[Array, "T D"]:
+        return self.o(out)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,32 +36,43 @@ def parameter(shape: tuple[int, ...], axes: tuple[str, ...], numerics: Numerics)
     return nnx.Param(jnp.zeros(shape, numerics.dtype), axes=axes)
 
 
-def project(
-    x: jax.Array, weight: jax.Array, numerics: Numerics, *, is_transposed=False, accumulate=None
-) -> jax.Array:
+def tokenwise(numerics: Numerics, function: Callable[..., Any], *arrays: jax.Array) -> Any:
+    """`function(*arrays)`, where axis 0 of all arrays and results is the tokens, each on its own.
+
+    In the batch-invariant mode the tokens go through in tiles of `INVARIANT_TILE`: whatever came
+    with a token, its arithmetic is that of one and the same loop body, so its bits are the same.
+    """
+    if not numerics.batch_invariant:
+        return function(*arrays)
+    T, tile = arrays[0].shape[0], INVARIANT_TILE
+
+    def cut(x: jax.Array) -> jax.Array:
+        padded = jnp.pad(x, [(0, -T % tile)] + [(0, 0)] * (x.ndim - 1))
+        return padded.reshape(-1, tile, *x.shape[1:])
+
+    tiles = jax.lax.map(lambda parts: function(*parts), tuple(map(cut, arrays)))
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:T], tiles)
+
+
+def project(x: jax.Array, weight: jax.Array, *, is_transposed=False, accumulate=None) -> jax.Array:
     """`x [T, *in] @ weight [*in, *out] -> [T, *out]`: the one product of the models.
 
-    With `is_transposed` the weight is [out, in]. The result has x's dtype, or `accumulate` where
-    given. In the batch-invariant mode every product has the same shape, `INVARIANT_TILE` tokens,
-    so a token's bits do not depend on how many others came with it.
+    With `is_transposed` the weight is [out, in]. The result has x's dtype, or `accumulate`.
     """
-    result = accumulate or x.dtype
     in_dims, out_shape = x.ndim - 1, weight.shape[x.ndim - 1 :]
     if is_transposed:
         in_dims, out_shape = 1, weight.shape[:1]
     else:
         # One contracted axis: of two, XLA on CPU transposes the weight anew at every step.
         weight = weight.reshape(math.prod(weight.shape[:in_dims]), -1)
-    flat = x.reshape(x.shape[0], -1)
     contracted = ((1,), (1 if is_transposed else 0,))
-    product = lambda rows: jax.lax.dot_general(
-        rows, weight, (contracted, ((), ())), preferred_element_type=result
+    product = jax.lax.dot_general(
+        x.reshape(x.shape[0], -1),
+        weight,
+        (contracted, ((), ())),
+        preferred_element_type=accumulate or x.dtype,
     )
-    if not numerics.batch_invariant:
-        return product(flat).reshape(-1, *out_shape)
-    tiles = jnp.pad(flat, ((0, -flat.shape[0] % INVARIANT_TILE), (0, 0)))
-    out = jax.lax.map(product, tiles.reshape(-1, INVARIANT_TILE, flat.shape[1]))
-    return out.reshape(-1, *out_shape)[: x.shape[0]]
+    return product.reshape(-1, *out_shape)
 
 
 class Linear(nnx.Module):
@@ -74,13 +87,12 @@ class Linear(nnx.Module):
         bias_dims: tuple[int, ...] = (),
     ):
         """`bias_dims` names the weight's axes that the bias has; empty: no bias."""
-        self.numerics = numerics
         self.weight = parameter(shape, axes, numerics)
         bias_shape, bias_axes = (tuple(x[i] for i in bias_dims) for x in (shape, axes))
         self.bias = parameter(bias_shape, bias_axes, numerics) if bias_dims else None
 
     def __call__(self, x: jax.Array, *, accumulate=None) -> jax.Array:
-        out = project(x, self.weight[...], self.numerics, accumulate=accumulate)
+        out = project(x, self.weight[...], accumulate=accumulate)
         return out if self.bias is None else out + self.bias[...]
 
 
@@ -101,15 +113,13 @@ class Embedding(nnx.Module):
     """Token vectors [V, D]; `logits` is the tied head."""
 
     def __init__(self, vocab_size: int, dim: int, numerics: Numerics):
-        self.numerics = numerics
         self.weight = parameter((vocab_size, dim), ("vocab", "model"), numerics)
 
     def __call__(self, token_ids: jax.Array) -> jax.Array:
         return self.weight[...][token_ids]
 
     def logits(self, x: Float[Array, "R D"]) -> Float[Array, "R V"]:
-        weight = self.weight[...]
-        return project(x, weight, self.numerics, is_transposed=True, accumulate=jnp.float32)
+        return project(x, self.weight[...], is_transposed=True, accumulate=jnp.float32)
 
 
 class GatedMLP(nnx.Module):

@@ -65,6 +65,19 @@ class Divided(Unscaled):
 
 
 @dataclasses.dataclass(frozen=True)
+class Proportional(Unscaled):
+    """The first `share` of the frequencies divided by `factor`; the other pairs do not turn."""
+
+    factor: float
+    share: float
+
+    def frequencies(self, theta: float, dim: int) -> np.ndarray:
+        frequency = base_frequencies(theta, dim) / np.float32(self.factor)
+        num_turned = int(self.share * dim // 2)
+        return np.where(np.arange(dim // 2) < num_turned, frequency, 0).astype(np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
 class Llama3(Unscaled):
     """Llama 3.1: low frequencies divided by `factor`, high ones kept, a ramp between."""
 
@@ -154,7 +167,7 @@ class Rope:
 
     def angles(
         self, positions: Int[Array, "T"], rope_len: Int[Array, "T"]
-    ) -> tuple[Float[Array, "T dim/2"], Float[Array, "T dim/2"]]:
+    ) -> tuple[Float[Array, "T half"], Float[Array, "T half"]]:
         """Cosine and sine of every token's angles, float32, times the attention factor."""
         frequency = jnp.asarray(self.scaling.frequencies(self.theta, self.dim))
         limit = self.scaling.length_limit

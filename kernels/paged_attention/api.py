@@ -4,6 +4,7 @@ A step holds R rows (requests). Row r brings the query tokens `q[q_start[r]:q_st
 the *last* `q_start[r+1] - q_start[r]` of its `kv_len[r]` tokens, so query i of the row stands at
 position `kv_len[r] - q_len[r] + i`. Decodes (one query) and prefill chunks (many) share one call.
 Row r's token at position p has its key and value in page `page_table[r, p // B]`, cell `p % B`.
+(R1 in a signature is R + 1.)
 
 For a query at position p of row r and head n (KV head n // G), over positions s of the row:
 
@@ -33,7 +34,7 @@ def paged_attention(
     q: Float[Array, "T N H"],
     k_pages: Float[Array, "P K B H"],
     v_pages: Float[Array, "P K B H"],
-    q_start: Int[Array, "R+1"],
+    q_start: Int[Array, "R1"],
     kv_len: Int[Array, "R"],
     page_table: Int[Array, "R W"],
     *,
@@ -51,7 +52,8 @@ def paged_attention(
     arithmetic is the same whatever chunk or batch it arrives in, bit for bit, at the price of
     working token by token. Raises `ValueError` for shapes that do not fit together.
     """
-    _check(q, k_pages, v_pages, q_start, kv_len, page_table, window, soft_cap)
+    _check_shapes(q, k_pages, v_pages, q_start, kv_len, page_table)
+    _check_variant(q.shape[1], window, soft_cap, sinks, alibi_slopes)
     if batch_invariant:
         q_start, kv_len, page_table = _one_row_a_token(q.shape[0], q_start, kv_len, page_table)
     return dispatch(
@@ -85,7 +87,7 @@ def write_pages(
     return pages.at[page, :, cell].set(new.astype(pages.dtype), mode="drop")
 
 
-def token_rows(T: int, q_start: Int[Array, "R+1"]) -> Int[Array, "T"]:
+def token_rows(T: int, q_start: Int[Array, "R1"]) -> Int[Array, "T"]:
     """The row of every token; padding tokens get R."""
     return jnp.searchsorted(q_start[1:], jnp.arange(T, dtype=q_start.dtype), side="right").astype(
         jnp.int32
@@ -104,7 +106,7 @@ def _one_row_a_token(
     return starts, jnp.where(is_real, ends, 0), page_table[row]
 
 
-def _check(q, k_pages, v_pages, q_start, kv_len, page_table, window, soft_cap) -> None:
+def _check_shapes(q, k_pages, v_pages, q_start, kv_len, page_table) -> None:
     if k_pages.shape != v_pages.shape:
         raise ValueError(f"k_pages {k_pages.shape} and v_pages {v_pages.shape} differ in shape")
     if q.shape[2] != k_pages.shape[3]:
@@ -116,7 +118,15 @@ def _check(q, k_pages, v_pages, q_start, kv_len, page_table, window, soft_cap) -
             f"rows differ: q_start has {q_start.shape[0] - 1}, kv_len {kv_len.shape[0]}, "
             f"page_table {page_table.shape[0]}"
         )
+    if not kv_len.shape[0]:
+        raise ValueError("there are 0 rows; there must be at least 1 (an empty one has kv_len 0)")
+
+
+def _check_variant(num_heads, window, soft_cap, sinks, alibi_slopes) -> None:
+    for name, of_head in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
+        if of_head is not None and of_head.shape != (num_heads,):
+            raise ValueError(f"{name} has shape {of_head.shape}; it must be ({num_heads},)")
     if window is not None and window < 1:
         raise ValueError(f"window is {window}; it must be at least 1 (None: no window)")
-    if soft_cap is not None and not soft_cap > 0:
-        raise ValueError(f"soft_cap is {soft_cap}; it must be above 0 (None: no cap)")
+    if soft_cap is not None and not 0 < soft_cap < float("inf"):
+        raise ValueError(f"soft_cap is {soft_cap}; it must be above 0 and finite (None: no cap)")

@@ -70,8 +70,8 @@ def paged_attention(
         tile_row=order, tile_first=q_start[order], num_tiles=is_single.sum(),
         tiles_at_once=min(DECODE_TILES, R), tile_len=1, block_len=DECODE_BLOCK,
     )  # fmt: skip
-    if T == R:
-        return out  # one row a token: no chunk can be in such a step
+    if T == 1:
+        return out  # the only size that no chunk fits in
 
     tile_len = min(CHUNK_TILE, T)
     num_tiles = jnp.where(q_len > 1, -(-q_len // tile_len), 0)  # [R]
@@ -181,12 +181,16 @@ def _attend(
     else:
         top = jnp.full((C, K, G * M), MASKED, jnp.float32)
         total = jnp.zeros_like(top)
-    last_block = -(-(position.max() + 1) // S)
-    first_block = 0
-    if variant.window is not None:
-        oldest = jnp.where(position < 0, position.max(), position).min()
-        first_block = jnp.maximum(0, oldest - variant.window + 1) // S
     carry = (top, total, jnp.zeros((C, K, G * M, H), jnp.float32))
-    _, total, acc = jax.lax.fori_loop(first_block, last_block, block_step, carry)
+    _, total, acc = jax.lax.fori_loop(*_blocks(position, S, variant.window), block_step, carry)
     out = acc / jnp.where(total == 0, 1, total)[..., None]
     return jnp.moveaxis(out.reshape(C, K, G, M, H), 3, 1).reshape(C, M, N, H)
+
+
+def _blocks(position, block_len, window):
+    """The first block that one of the queries sees, and the one behind the last."""
+    last = position.max()
+    if window is None:
+        return 0, -(-(last + 1) // block_len)
+    oldest = jnp.where(position < 0, last, position).min()
+    return jnp.maximum(0, oldest - window + 1) // block_len, -(-(last + 1) // block_len)

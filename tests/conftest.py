@@ -1,0 +1,38 @@
+"""Switches that hold for every test: the CPU, and shapes in signatures checked."""
+
+from __future__ import annotations
+
+import os
+
+# Before jax is imported: tests run on the CPU, whatever the machine has.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import pytest
+from jaxtyping import install_import_hook
+
+CHECKED = ["kernels", "nn", "models", "kv_cache", "sampling", "sampling_draw", "sampling_slots"]
+install_import_hook([f"jaxinfer.{name}" for name in CHECKED], "beartype.beartype")
+
+from jaxinfer import compilation_cache
+
+# Tests make many engines of few shapes: compile each program once a machine, not once an engine.
+compilation_cache.enable()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--require-parity",
+        action="store_true",
+        help="fail when a parity or conformance test is skipped (CI)",
+    )
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
+    """Under --require-parity a skipped parity or conformance test is a failure, with its reason."""
+    outcome = yield
+    report = outcome.get_result()
+    must_run = item.get_closest_marker("parity") or item.get_closest_marker("conformance")
+    if report.skipped and must_run and item.config.getoption("--require-parity"):
+        report.outcome = "failed"
+        report.longrepr = f"skipped where it must run: {report.longrepr}"

@@ -1,0 +1,88 @@
+"""The front door of the kernels: order of trial, force by name, one error with every reason."""
+
+import jax
+import pytest
+
+from jaxinfer.kernels.dispatch import PREFERENCE, NoBackendError, dispatch
+
+
+def takes(name):
+    return lambda *args, **kwargs: (name, args, kwargs)
+
+
+def declines(why):
+    def backend(*args, **kwargs):
+        raise NotImplementedError(why)
+
+    return backend
+
+
+@pytest.fixture
+def on_platform(monkeypatch):
+    return lambda platform: monkeypatch.setattr(jax, "default_backend", lambda: platform)
+
+
+@pytest.mark.parametrize(
+    ("platform", "taker"), [("tpu", "tpu"), ("gpu", "hopper"), ("cpu", "xla"), ("metal", "xla")]
+)
+def test_a_platform_gets_its_best_backend(on_platform, platform, taker):
+    on_platform(platform)
+    backends = {name: takes(name) for name in ("reference", "xla", "gpu", "hopper", "tpu")}
+    assert dispatch("op", backends, None, 1, b=2) == (taker, (1,), {"b": 2})
+
+
+def test_one_that_declines_hands_over_to_the_next(on_platform):
+    on_platform("gpu")
+    backends = {"hopper": declines("no"), "gpu": takes("gpu"), "xla": takes("xla")}
+    assert dispatch("op", backends, None)[0] == "gpu"
+
+
+def test_a_backend_that_an_operator_lacks_is_passed_over(on_platform):
+    on_platform("tpu")
+    assert dispatch("op", {"xla": takes("xla"), "reference": takes("reference")}, None)[0] == "xla"
+
+
+def test_the_slow_reference_is_never_chosen_unasked():
+    assert all("reference" not in names for names in PREFERENCE.values())
+
+
+def test_a_forced_backend_is_used_whatever_the_platform(on_platform):
+    on_platform("tpu")
+    backends = {"tpu": takes("tpu"), "reference": takes("reference")}
+    assert dispatch("op", backends, "reference")[0] == "reference"
+
+
+def test_a_forced_backend_that_declines_is_not_replaced(on_platform):
+    on_platform("cpu")
+    with pytest.raises(NoBackendError, match="gpu: needs sm_80") as caught:
+        dispatch("op", {"gpu": declines("needs sm_80"), "xla": takes("xla")}, "gpu")
+    assert "xla" not in str(caught.value)
+
+
+def test_an_unknown_name_is_answered_with_the_known_ones():
+    with pytest.raises(ValueError, match="op has no backend 'cuda'; it has gpu, xla"):
+        dispatch("op", {"xla": takes("xla"), "gpu": takes("gpu")}, "cuda")
+
+
+def test_when_all_decline_one_error_lists_every_reason(on_platform):
+    on_platform("gpu")
+    backends = {
+        "hopper": declines("not a Hopper"),
+        "gpu": declines("head dim 7"),
+        "xla": declines("x"),
+    }
+    with pytest.raises(NoBackendError) as caught:
+        dispatch("op", backends, None)
+    message = str(caught.value)
+    for part in ("no backend of op", "hopper: not a Hopper", "gpu: head dim 7", "xla: x"):
+        assert part in message
+
+
+def test_other_errors_are_not_taken_for_a_refusal(on_platform):
+    on_platform("gpu")
+
+    def broken(*args, **kwargs):
+        raise ValueError("a real mistake")
+
+    with pytest.raises(ValueError, match="a real mistake"):
+        dispatch("op", {"gpu": broken, "xla": takes("xla")}, None)
