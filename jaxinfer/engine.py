@@ -97,6 +97,7 @@ class Engine:
             max_rows=config.scheduler.max_rows,
         )
         self.stats = StepStats()
+        self.num_generated = 0  # tokens handed out since the start
         self._requests: dict[str, Request] = {}
         self._streams: dict[str, TextStream] = {}
         self._unreported: list[Update] = []  # ended outside a step
@@ -245,6 +246,7 @@ class Engine:
         """One new token of a request; ends it where it says so."""
         params = request.params
         request.output_token_ids.append(token_id)
+        self.num_generated += 1
         if params.logprobs is not None:
             reports.add_logprobs(request, row)
         self.scheduler.register_pages(request)

@@ -119,6 +119,7 @@ class Runner:
             logging.warning("%s is compiled after warm-up: requests wait for it", name)
         start = time.perf_counter()
         self._programs[name] = lower().compile()
+        step.forget_traces()
         self.compile_seconds[name] = time.perf_counter() - start
         return self._programs[name]
 

@@ -212,8 +212,6 @@ def _take_block(blocks, block):
 
 def _mass(weights):
     """The sum of each row of weights [R, n]: carried limbs [NUM_LIMBS, R]."""
-    if weights.shape[1] <= BLOCK:
-        return _carry(_limb_sum(weights))
     return _carry(jnp.sum(_limb_sum(_blocks(weights, 0.0)), axis=2, dtype=jnp.uint32))
 
 

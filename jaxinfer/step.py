@@ -196,3 +196,13 @@ step = jax.jit(_step, static_argnames=("program", "shape"), donate_argnames=("st
 # One variant each. Donated: the state.
 admit = jax.jit(_admit, donate_argnames=("state",))
 admit_extras = jax.jit(_admit_extras, donate_argnames=("state",))
+
+
+def forget_traces() -> None:
+    """Drop what jit remembers of traced programs; compiled ones live with who compiled them.
+
+    jit's caches would hold every engine's executables for the life of the process, some 450 memory
+    maps each on a CPU: after about 140 of them the next one aborts the process (Linux allows 65,530).
+    """
+    for program in (step, admit, admit_extras):
+        program.clear_cache()

@@ -17,8 +17,12 @@ Cases (`--cases`, comma-separated):
                 8-256) against the peer, and this engine itself, in static batches of 16
     host        host work in a step of 256 decoding rows, one layer; with its profile
     pool        step time with ten times the pages
-    startup     seconds to the first token of `scripts/generate.py`, compilation cache empty, full
-    programs    programs compiled for the cases above that serve, and those compiled after warm-up
+    startup     seconds to the first token of the demo in a new process, compilation cache empty
+                and full
+    programs    programs that the demo compiles, and how many of them after its warm-up
+
+Run it on a quiet machine: the share that other processes took is measured, and reported where it
+spoils a case.
 """
 
 from __future__ import annotations
@@ -40,10 +44,9 @@ from typing import Any
 import bench_engine
 import numpy as np
 from absl import app, flags
-from bench_report import Measure, machine, print_table
+from bench_report import Measure, OtherLoad, machine, print_table
 
 from jaxinfer import LLM, load_config
-from jaxinfer.compilation_cache import cache_home
 from jaxinfer.loading.demo import demo_model_path
 
 # The least ratio (or the most, for "at most") that a case has to reach, by dtype.
@@ -64,14 +67,15 @@ class Bench:
         model: str,
         dtype: str,
         *,
+        preset: str | None,
         settings: Sequence[str],
         peer: str,
         threads: int,
         repeats: int,
     ):
-        self.model, self.dtype, self.repeats, self.threads = model, dtype, repeats, threads
+        self.dtype, self.repeats, self.threads = dtype, repeats, threads
         self.settings = [f"dtype={dtype}", *settings]
-        self.engine = LLM(model, load_config(overrides=self.settings)).engine
+        self.engine = LLM(model, load_config(preset, self.settings)).engine
         self.vocab_size = self.engine.model.config.vocab_size
         self.peer: Any = None
         if peer == "transformers":
@@ -226,16 +230,16 @@ def first_token_seconds(command: Sequence[str], environment: dict[str, str]) -> 
 
 
 def startup(bench: Bench) -> list[Measure]:
-    """A new process up to its first token: compilation cache empty, then full."""
+    """What `make run` starts, up to its first token: compilation cache empty, then full."""
     script = Path(__file__).parent / "generate.py"
-    command = [sys.executable, str(script), f"--model={bench.model}", "--max_tokens=8"]
-    command += ["--prompt=Once upon a time", *(f"--set={value}" for value in bench.settings)]
+    command = [sys.executable, str(script), "--model=demo", "--config=demo", "--temperature=0"]
+    command += ["--apply_chat_template", "--prompt=Why is the sky blue?", "--max_tokens=8"]
     cold, warm = [], []
     for _ in range(min(bench.repeats, 3)):
         with tempfile.TemporaryDirectory() as folder:
             home = Path(folder) / "jaxinfer"
             home.mkdir()
-            (home / "models").symlink_to(cache_home() / "models")
+            (home / "models").symlink_to(demo_model_path().parent)
             environment = os.environ | {"XDG_CACHE_HOME": folder}
             environment.pop("JAX_COMPILATION_CACHE_DIR", None)
             cold.append(first_token_seconds(command, environment))
@@ -247,8 +251,12 @@ def startup(bench: Bench) -> list[Measure]:
 
 
 def programs(bench: Bench) -> list[Measure]:
-    """Programs of the engine that served the cases before this one."""
-    runner = bench.engine.runner
+    """Programs of the demo's engine after answers of many lengths, alone and together."""
+    engine = bench_engine.sibling(bench.engine, load_config("demo"))
+    engine.warm_up()
+    for lengths in ([1], [3], [40], [200, 7, 90], [300] * 20):
+        bench_engine.run(engine, bench.prompts(lengths), [4] * len(lengths))
+    runner = engine.runner
     late = [float(runner.num_late_compiles)]
     return [
         Measure("programs", "compiled", [float(runner.num_compiled)], target=8, bound="at most"),
@@ -291,6 +299,7 @@ flags.DEFINE_integer(
     "threads", len(os.sched_getaffinity(0)), "Cores, the same for both sides.", lower_bound=1
 )
 flags.DEFINE_integer("repeats", 5, "Counted rounds of a case.", lower_bound=1)
+flags.DEFINE_string("config", None, "Preset or .toml file of engine options.")
 flags.DEFINE_multi_string("set", [], "Engine options, key.path=value.")
 flags.DEFINE_string("json", None, "File to write the results into.")
 
@@ -304,30 +313,36 @@ def main(argv: Sequence[str]) -> None:
     bench = Bench(
         FLAGS.model,
         FLAGS.dtype,
+        preset=FLAGS.config,
         settings=FLAGS.set,
         peer=FLAGS.peer,
         threads=FLAGS.threads,
         repeats=FLAGS.repeats,
     )
     measures: list[Measure] = []
+    other_load = OtherLoad()
     for name, case in CASES.items():
         if name in FLAGS.cases:
             print(f"{name} ...", file=sys.stderr, flush=True)
-            measures += case(bench)
+            with other_load.watch(name):
+                measures += case(bench)
     result = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": machine(bench.threads),
         "versions": versions(bench),
         "model": FLAGS.model,
         "dtype": FLAGS.dtype,
+        "config": FLAGS.config,
         "settings": bench.settings,
         "measures": [measure.as_json() for measure in measures],
         "host_profile": bench.profile,
+        "other_load": other_load.shares,
     }
     about = result["machine"]
     print(f"{about['cpu']}, {FLAGS.threads} of {about['cores']} cores, {FLAGS.dtype}")
     print(f"{result['date']}, " + ", ".join(f"{k} {v}" for k, v in result["versions"].items()))
     print_table(measures)
+    other_load.print_warnings()
     if bench.profile:
         print("\nhost work by function, microseconds a step, under the profiler:")
         for where, calls, micros in bench.profile:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import platform
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -59,6 +61,45 @@ def machine(threads: int) -> dict[str, Any]:
             model = line.partition(":")[2].strip()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {"cpu": model, "cores": os.cpu_count(), "memory_bytes": memory, "threads": threads}
+
+
+class OtherLoad:
+    """Watches how much of the machine other processes take while something is timed.
+
+    A peer whose threads spin at barriers (PyTorch's do) slows down far more than its share when it
+    is disturbed, and a ratio taken then means nothing.
+    """
+
+    LIMIT = 0.05  # a share above this spoils a measurement
+
+    def __init__(self):
+        self.shares: dict[str, float] = {}  # by case, of all cores; empty where it is not known
+
+    @contextlib.contextmanager
+    def watch(self, case: str) -> Iterator[None]:
+        """Record the share of processor time that was neither idle nor this process's own."""
+        start, before = time.perf_counter(), self._others()
+        yield
+        after, seconds = self._others(), time.perf_counter() - start
+        if before is not None and after is not None:
+            self.shares[case] = max(0.0, (after - before) / seconds / (os.cpu_count() or 1))
+
+    def print_warnings(self) -> None:
+        """Name the cases that were disturbed."""
+        for case, share in self.shares.items():
+            if share > self.LIMIT:
+                print(f"{case}: other processes took {share:.0%} of the machine; not comparable")
+
+    @staticmethod
+    def _others() -> float | None:
+        """Processor seconds of everybody else since the machine started; None off Linux."""
+        stat = Path("/proc/stat")
+        if not stat.exists():
+            return None
+        ticks = [int(field) for field in stat.read_text().splitlines()[0].split()[1:]]
+        idle = ticks[3] + ticks[4]
+        total = (sum(ticks[:8]) - idle) / os.sysconf("SC_CLK_TCK")
+        return total - sum(os.times()[:4])
 
 
 def print_table(measures: Sequence[Measure]) -> None:

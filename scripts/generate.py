@@ -145,6 +145,7 @@ def peak_memory_mib() -> float:
 
 def stream_one(llm: LLM, prompt: str | list[int], params: SamplingParams) -> str:
     """Print an answer as it arrives, then its figures on stderr."""
+    num_before = llm.engine.num_generated
     start, first = time.perf_counter(), None
     pieces = []
     for text in llm.stream(prompt, params):
@@ -153,8 +154,7 @@ def stream_one(llm: LLM, prompt: str | list[int], params: SamplingParams) -> str
         print(text, end="", flush=True)
     end = time.perf_counter()
     print(flush=True)
-    answer = "".join(pieces)
-    num_tokens = len(llm.tokenizer.encode(answer, add_special_tokens=False))
+    num_tokens = llm.engine.num_generated - num_before
     first = first or end
     rate = (num_tokens - 1) / (end - first) if num_tokens > 1 and end > first else 0.0
     print(
@@ -162,7 +162,7 @@ def stream_one(llm: LLM, prompt: str | list[int], params: SamplingParams) -> str
         f"({num_tokens} tokens); peak memory {peak_memory_mib():,.0f} MiB",
         file=sys.stderr,
     )
-    return answer
+    return "".join(pieces)
 
 
 def chat(llm: LLM, params: SamplingParams) -> None:

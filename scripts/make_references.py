@@ -1,6 +1,6 @@
 """Record what Hugging Face transformers answers, so that the tests need no PyTorch.
 
-    python scripts/make_references.py --gguf=SmolLM2-135M-Instruct.Q4_1.gguf
+    python scripts/make_references.py
 
 writes into tests/references/:
 
@@ -35,11 +35,12 @@ from bench_peer import cache_name, load_peer
 from tokenizers import Tokenizer, pre_tokenizers
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from jaxinfer.loading.demo import demo_model_path
 from tests import reference_llama, tiny_checkpoints
 
 ROOT = Path(__file__).resolve().parent.parent
 FLAGS = flags.FLAGS
-flags.DEFINE_string("gguf", None, "SmolLM2-135M-Instruct GGUF file; needed for the golden tokens.")
+flags.DEFINE_string("gguf", None, "SmolLM2-135M-Instruct GGUF file; the demo model if not given.")
 flags.DEFINE_string("out", str(ROOT / "tests" / "references"), "Folder to write into.")
 flags.DEFINE_enum("only", "all", ["all", "tiny", "smollm2"], "Which references to make.")
 flags.DEFINE_integer("num_tokens", 64, "Greedy tokens for each SmolLM2 prompt.", lower_bound=1)
@@ -206,9 +207,7 @@ def main(argv: Sequence[str]) -> None:
     if FLAGS.only in ("all", "tiny"):
         make_tiny(out)
     if FLAGS.only in ("all", "smollm2"):
-        if FLAGS.gguf is None:
-            raise app.UsageError("--gguf=FILE is needed for the golden tokens, or --only=tiny")
-        make_smollm2(Path(FLAGS.gguf), out, FLAGS.num_tokens)
+        make_smollm2(Path(FLAGS.gguf or demo_model_path()), out, FLAGS.num_tokens)
 
 
 if __name__ == "__main__":

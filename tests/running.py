@@ -78,6 +78,7 @@ def engine(
     small = {
         "max_len": 96,
         "warm_up": False,
+        "bucket_growth": 32,  # two programs an engine: compiling is what these tests wait for
         "check_every_step": True,
         "cache": {"page_size": 8, "num_pages": 64},
         "scheduler": {"max_tokens": 32, "max_rows": 8},

@@ -21,10 +21,11 @@ MODES = {
     "no_prefix_cache": {"cache": {"prefix_cache": False}},
     "pages_of_one_token": {"cache": {"page_size": 1, "num_pages": 512}},
     "tiny_pool": {"cache": {"num_pages": 14}},
-    "tiny_pool_sync": {"cache": {"num_pages": 14}, "overlap": False},
-    "tiny_pool_no_prefix_cache": {"cache": {"num_pages": 14, "prefix_cache": False}},
+    "tiny_pool_no_prefix_cache": {
+        "cache": {"num_pages": 14, "prefix_cache": False},
+        "overlap": False,
+    },
     "chunks_of_1": {"scheduler": {"max_tokens": 1}},
-    "chunks_of_2": {"scheduler": {"max_tokens": 2}},
     "chunks_of_5": {"scheduler": {"max_tokens": 5}},
     "chunks_of_11": {"scheduler": {"max_tokens": 11}},
     "all_at_once": {"scheduler": {"max_tokens": 128, "max_rows": 16}},
@@ -217,3 +218,17 @@ def test_one_program_a_bucket_and_none_after_warm_up(model_and_weights):
     running.run(engine)
     assert engine.runner.num_compiled == len(engine.config.buckets) + 2
     assert engine.runner.num_late_compiles == 0
+
+
+def test_an_engine_that_is_dropped_frees_its_programs(model_and_weights):
+    """jit's caches would keep them: the process runs out of memory maps after some 25 engines."""
+    import gc
+    import weakref
+
+    engine = running.engine(*model_and_weights, {"bucket_growth": 32})
+    engine.warm_up()
+    executables = [weakref.ref(p._executable) for p in engine.runner._programs.values()]
+    assert len(executables) == 4
+    del engine
+    gc.collect()
+    assert [e() for e in executables] == [None] * 4

@@ -85,6 +85,7 @@ def test_a_preempted_request_continues_as_if_it_had_not_stopped(num_before):
         bad_words=["w"], min_tokens=3, logit_bias={4: 3.0},
     )  # fmt: skip
     logits = np.random.default_rng(8).normal(size=(40, 1, V)).astype(np.float32)
+    logits[..., 50:53] += 8  # few favourites, so that tokens repeat
     through, resumed = (Batch(params, bad_word_ids=words) for _ in range(2))
     for step in logits[:num_before]:
         through.step(step)
@@ -96,6 +97,7 @@ def test_a_preempted_request_continues_as_if_it_had_not_stopped(num_before):
         through.step(step)
         resumed.step(step)
     assert through.outputs == resumed.outputs
+    assert max(map(through.outputs[0][:12].count, range(50, 53))) > 2
 
 
 def test_a_slot_forgets_its_earlier_request():

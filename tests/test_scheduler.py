@@ -5,93 +5,12 @@ Its life under random use, with a device that checks what is read: `test_schedul
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
+from scheduler_bench import ROOT, TOKEN, Bench, ids, sizes
 
-from jaxinfer.pages import PagePool, root_key
-from jaxinfer.policies import POLICIES
-from jaxinfer.request import FinishReason, Request
-from jaxinfer.sampling_params import SamplingParams
-from jaxinfer.scheduler import Plan, Scheduler
-
-ROOT = root_key("", "model", "float32")
-TOKEN = 7  # what every row samples
-
-
-class Bench:
-    """A scheduler, and requests whose every sampled token is `TOKEN`."""
-
-    def __init__(self, num_pages=64, page_size=4, budget=16, rows=8, policy="first_come"):
-        self.pool = PagePool(num_pages, page_size)
-        self.scheduler = Scheduler(
-            self.pool, POLICIES[policy](rows), max_tokens=budget, max_rows=rows
-        )
-        self.num_added = 0
-
-    def add(
-        self,
-        prompt: int | Sequence[int],
-        max_tokens=8,
-        *,
-        priority=0,
-        root: bytes | None = ROOT,
-    ) -> Request:
-        """A request with that prompt, or with that many tokens like nobody else's."""
-        if isinstance(prompt, int):
-            prompt = [1000 * self.num_added + i for i in range(1, prompt + 1)]
-        request = Request(
-            f"r{self.num_added}",
-            prompt,
-            SamplingParams(),
-            max_len=len(prompt) + max_tokens,
-            seed=0,
-            arrival=self.num_added,
-            priority=priority,
-            cache_root=root,
-        )
-        self.num_added += 1
-        self.scheduler.add(request)
-        return request
-
-    def plan(self) -> Plan:
-        plan = self.scheduler.schedule()
-        self.scheduler.check()
-        return plan
-
-    def commit(self, plan: Plan) -> None:
-        for row in plan.rows:
-            request = row.request
-            request.num_pending -= row.is_sampled
-            if request.is_finished:
-                continue
-            if row.is_sampled:
-                request.output_token_ids.append(TOKEN)
-            self.scheduler.register_pages(request)
-            if request.num_read >= request.max_len:
-                self.scheduler.finish(request, FinishReason.LENGTH)
-        self.scheduler.check()
-
-    def step(self) -> Plan:
-        plan = self.plan()
-        self.commit(plan)
-        return plan
-
-    def run(self) -> int:
-        """To the end; returns the number of steps."""
-        for num_steps in range(1000):
-            if not self.scheduler.has_requests:
-                return num_steps
-            self.step()
-        raise AssertionError("still running after 1,000 steps")
-
-
-def sizes(plan: Plan) -> dict[str, int]:
-    return {row.request.id: row.num_tokens for row in plan.rows}
-
-
-def ids(requests: Sequence[Request]) -> list[str]:
-    return [request.id for request in requests]
+from jaxinfer.pages import root_key
+from jaxinfer.request import FinishReason
+from jaxinfer.scheduler import Plan
 
 
 def test_an_idle_scheduler_plans_nothing():

@@ -29,6 +29,8 @@ from jaxinfer.kernels.paged_attention import reference, xla
 
 BACKENDS = {"reference": reference.paged_attention, "xla": xla.paged_attention}
 
+INVARIANT_TILE = 16  # tokens computed together in batch-invariant mode
+
 
 def paged_attention(
     q: Float[Array, "T N H"],
@@ -54,24 +56,28 @@ def paged_attention(
     """
     _check_shapes(q, k_pages, v_pages, q_start, kv_len, page_table)
     _check_variant(q.shape[1], window, soft_cap, sinks, alibi_slopes)
+
+    def attend(q, q_start, kv_len, page_table):
+        return dispatch(
+            "paged_attention",
+            BACKENDS,
+            backend,
+            q,
+            k_pages,
+            v_pages,
+            q_start,
+            kv_len,
+            page_table,
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
+            sinks=sinks,
+            alibi_slopes=alibi_slopes,
+        )
+
     if batch_invariant:
-        q_start, kv_len, page_table = _one_row_a_token(q.shape[0], q_start, kv_len, page_table)
-    return dispatch(
-        "paged_attention",
-        BACKENDS,
-        backend,
-        q,
-        k_pages,
-        v_pages,
-        q_start,
-        kv_len,
-        page_table,
-        scale=scale,
-        window=window,
-        soft_cap=soft_cap,
-        sinks=sinks,
-        alibi_slopes=alibi_slopes,
-    )
+        return _token_by_token(attend, q, q_start, kv_len, page_table)
+    return attend(q, q_start, kv_len, page_table)
 
 
 def write_pages(
@@ -94,16 +100,32 @@ def token_rows(T: int, q_start: Int[Array, "R1"]) -> Int[Array, "T"]:
     )
 
 
-def _one_row_a_token(
-    T: int, q_start: jax.Array, kv_len: jax.Array, page_table: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The same attention with a row for each token: [T+1], [T], [T, W]."""
+def _token_by_token(attend, q, q_start, kv_len, page_table):
+    """`attend` with a row for each token, always `INVARIANT_TILE` of them at a time: [T, N, H].
+
+    Rows of their own take a token's neighbours out of its sums; one size for every tile does the
+    same for its code, since a compiler orders the sums of other sizes otherwise (XLA on CPU does).
+    """
+    T, M = q.shape[0], INVARIANT_TILE
     row = token_rows(T, q_start)
     is_real = row < kv_len.shape[0]
     row = jnp.where(is_real, row, 0)
     ends = kv_len[row] - (q_start[row + 1] - 1 - jnp.arange(T, dtype=q_start.dtype))
-    starts = jnp.minimum(jnp.arange(T + 1, dtype=q_start.dtype), q_start[-1])
-    return starts, jnp.where(is_real, ends, 0), page_table[row]
+
+    def tiles(x):  # [T, ...] -> [T / M, M, ...]
+        x = jnp.pad(x, ((0, -T % M), *((0, 0) for _ in x.shape[1:])))
+        return x.reshape(-1, M, *x.shape[1:])
+
+    def of_tile(tile):
+        tile_q, tile_ends, tile_table = tile
+        num_real = (tile_ends > 0).sum(dtype=q_start.dtype)  # they come first
+        starts = jnp.minimum(jnp.arange(M + 1, dtype=q_start.dtype), num_real)
+        return attend(tile_q, starts, tile_ends, tile_table)
+
+    out = jax.lax.map(
+        of_tile, (tiles(q), tiles(jnp.where(is_real, ends, 0)), tiles(page_table[row]))
+    )
+    return out.reshape(-1, *q.shape[1:])[:T]
 
 
 def _check_shapes(q, k_pages, v_pages, q_start, kv_len, page_table) -> None:

@@ -6,7 +6,7 @@ pages together; longer runs (prefill chunks) are tiles of up to `CHUNK_TILE` tok
 A tile walks only the blocks its positions can see. Formula and contract: `api.py`.
 
 Measured on 2 cores (jax 0.10.2, SmolLM2's heads, 30 layers): a page layout of [P, K, B, H] makes
-every operand of the two products contiguous; with [P, B, K, H] the same walk took 2.5 times as long.
+every operand of the two products contiguous; with [P, B, K, H] the walk took 2.5 times as long.
 """
 
 from __future__ import annotations
