@@ -28,7 +28,10 @@ export PROMPT
 test: $(VENV)/.dev $(LINT)
 	@$(PY) -m pytest -n 2 --dist=worksteal $(PYTEST_ARGS)
 
+# setuptools maps kernels/ to jaxinfer.kernels; a type checker needs to see that on disk.
 lint: $(VENV)/.dev
+	@rm -rf build/types && mkdir -p build/types/jaxinfer
+	@ln -s $(CURDIR)/jaxinfer/* $(CURDIR)/kernels $(CURDIR)/configs build/types/jaxinfer/
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m pyright

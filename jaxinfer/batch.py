@@ -7,7 +7,7 @@ changes of page tables: O(tokens) bytes, never rows x table width (256 rows of 3
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,18 +33,18 @@ class StepShape(NamedTuple):
 class StepInputs(NamedTuple):
     """The sections of the packed buffer: numpy on the host, traced arrays in the step."""
 
-    token_ids: np.ndarray  # [T], ON_DEVICE where the slot's last token is meant
-    target_ids: np.ndarray  # [T] the token that follows, for prompt log-probabilities
-    q_start: np.ndarray  # [R+1]
-    kv_len: np.ndarray  # [R]
-    row_slot: np.ndarray  # [R]
-    is_sampled: np.ndarray  # [R]
-    write_from: np.ndarray  # [R] positions before it are in shared pages already
-    prompt_len: np.ndarray  # [R]
-    entry_slot: np.ndarray  # [entries], past the last slot: no entry
-    entry_index: np.ndarray  # [entries]
-    entry_page: np.ndarray  # [entries]
-    wants_prompt_logprobs: np.ndarray  # [1]
+    token_ids: Any  # [T], ON_DEVICE where the slot's last token is meant
+    target_ids: Any  # [T] the token that follows, for prompt log-probabilities
+    q_start: Any  # [R+1]
+    kv_len: Any  # [R]
+    row_slot: Any  # [R]
+    is_sampled: Any  # [R]
+    write_from: Any  # [R] positions before it are in shared pages already
+    prompt_len: Any  # [R]
+    entry_slot: Any  # [entries], past the last slot: no entry
+    entry_index: Any  # [entries]
+    entry_page: Any  # [entries]
+    wants_prompt_logprobs: Any  # [1]
 
 
 def _sizes(shape: StepShape) -> StepInputs:

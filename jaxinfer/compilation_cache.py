@@ -6,7 +6,6 @@ import jax
 
 from jaxinfer.environment import cache_home
 
-
 MAX_BYTES = 8 * 2**30  # oldest entries go first
 
 

@@ -16,7 +16,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
-
 INVARIANT_BUCKET = 16  # smallest bucket of the batch-invariant mode (nn/layers.py's tile)
 
 
@@ -30,8 +29,8 @@ def _at_least(minimum: float, default: Any, *, at_most: float = math.inf) -> Any
 
 @dataclasses.dataclass(frozen=True)
 class CacheConfig:
-    """The paged KV cache. The number of pages comes from the first that is set: `num_pages`,
-    `memory_bytes`, `memory_fraction` of what the device (on CPU: the host) has free."""
+    """The paged KV cache. Its number of pages is `num_pages` or fits `memory_bytes`; with neither,
+    what the device has left, or on a CPU `memory_fraction` of the host's free memory."""
 
     page_size: int = _at_least(1, 64)  # tokens a page
     num_pages: int | None = _at_least(1, None)
@@ -43,7 +42,7 @@ class CacheConfig:
 
 @dataclasses.dataclass(frozen=True)
 class SchedulerConfig:
-    """Who runs when. `max_tokens` is a step's budget over all rows: prefill chunks are cut to it."""
+    """Who runs when. `max_tokens` is a step's budget over all rows: prompts are cut to it."""
 
     policy: Literal["first_come", "priority", "static"] = "first_come"
     max_tokens: int = _at_least(1, 512)

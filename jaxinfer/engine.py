@@ -110,6 +110,11 @@ class Engine:
         """Whether a further `step` will bring something."""
         return bool(self._requests or self._unreported or self._in_flight)
 
+    @property
+    def num_requests(self) -> int:
+        """Requests that have not ended."""
+        return len(self._requests)
+
     def warm_up(self, on_progress: Callable[[str], None] = lambda program: None) -> None:
         """Compile every program that serving needs."""
         self.runner.warm_up(on_progress)
@@ -257,10 +262,10 @@ class Engine:
             delta = stream.push(token_id, is_watched=num_output >= params.min_tokens)
             text, is_stopped = delta.text, delta.stop is not None
         is_eos = token_id in self.eos_token_ids and not params.ignore_eos
-        if is_eos or token_id in params.stop_token_ids:
-            if num_output >= params.min_tokens:
-                request.stop_token_id = token_id
-                is_stopped = True
+        is_stop_token = is_eos or token_id in params.stop_token_ids
+        if is_stop_token and num_output >= params.min_tokens:
+            request.stop_token_id = token_id
+            is_stopped = True
         if is_stopped:
             self.scheduler.finish(request, FinishReason.STOP)
         elif request.num_read >= request.max_len:

@@ -7,5 +7,5 @@ from pathlib import Path
 
 
 def cache_home() -> Path:
-    """jaxinfer's folder in the user's cache: `$XDG_CACHE_HOME/jaxinfer`, else `~/.cache/jaxinfer`."""
+    """The project's folder in the user's cache: in `$XDG_CACHE_HOME`, else in `~/.cache`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxinfer"

@@ -36,13 +36,13 @@ class RaggedBatch(NamedTuple):
     Padding tokens stand behind `q_start[R]`; padding rows are empty (`kv_len` 0).
     """
 
-    positions: Int[Array, "T"]
-    rope_len: Int[Array, "T"]  # the sequence length that RoPE scalings look at (nn/rope.py)
-    q_start: Int[Array, "R1"]
-    kv_len: Int[Array, "R"]  # cached tokens of the row, this step's included
+    positions: Int[Array, " T"]
+    rope_len: Int[Array, " T"]  # the sequence length that RoPE scalings look at (nn/rope.py)
+    q_start: Int[Array, " R1"]
+    kv_len: Int[Array, " R"]  # cached tokens of the row, this step's included
     page_table: Int[Array, "R W"]
-    write_page: Int[Array, "T"]  # P or more: the token's keys and values are not stored
-    write_cell: Int[Array, "T"]
+    write_page: Int[Array, " T"]  # P or more: the token's keys and values are not stored
+    write_cell: Int[Array, " T"]
 
 
 def allocate(
@@ -64,11 +64,11 @@ def page_bytes(
 
 def ragged_batch(
     T: int,
-    q_start: Int[Array, "R1"],
-    kv_len: Int[Array, "R"],
+    q_start: Int[Array, " R1"],
+    kv_len: Int[Array, " R"],
     page_table: Int[Array, "R W"],
-    prompt_len: Int[Array, "R"],
-    write_from: Int[Array, "R"],
+    prompt_len: Int[Array, " R"],
+    write_from: Int[Array, " R"],
     *,
     page_size: int,
     num_pages: int,

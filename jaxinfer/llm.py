@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from jaxinfer import compilation_cache
 from jaxinfer.config import EngineConfig
-from jaxinfer.engine import Engine, InvalidRequestError, Update
+from jaxinfer.engine import Engine, InvalidRequestError
 from jaxinfer.loading import open_checkpoint
 from jaxinfer.loading.assign import functional_model, load_weights
 from jaxinfer.loading.checkpoint import GenerationDefaults
@@ -75,7 +75,7 @@ def load_engine(
     checkpoint = open_checkpoint(source)
     tokenizer = checkpoint.tokenizer()
     model = functional_model(checkpoint, numerics_for(config))
-    bar = {"disable": not show_progress, "leave": False, "dynamic_ncols": True}
+    bar: dict[str, Any] = {"disable": not show_progress, "leave": False, "dynamic_ncols": True}
     with tqdm(
         total=model.num_bytes, desc="loading", unit="B", unit_scale=True, unit_divisor=1024, **bar
     ) as loading:
@@ -118,6 +118,8 @@ class LLM:
     ):
         self.show_progress = show_progress
         self.engine, self.generation = load_engine(model, config, show_progress=show_progress)
+        # New text by request id, for calls under way: streams may take turns.
+        self._texts: dict[str, str] = {}
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -146,22 +148,22 @@ class LLM:
         `params`: for all, or one a prompt. If one prompt is refused (`InvalidRequestError`, which
         names its place in the list), nothing is left running.
         """
-        prompts = [prompts] if _is_one_prompt(prompts) else list(prompts)  # type: ignore[list-item]
+        prompts = _as_list(prompts)
         all_params = self._params_for(params, len(prompts))
         groups: list[list[Request]] = []
         try:
             for i, (prompt, its_params) in enumerate(zip(prompts, all_params, strict=True)):
                 try:
-                    groups.append(self.engine.add(self._token_ids(prompt), its_params))
+                    groups.append(self._add(prompt, its_params))
                 except InvalidRequestError as error:
                     raise InvalidRequestError(f"prompt {i}: {error}") from error
-            texts = self._run(groups)
-        except BaseException:
-            self._abandon(groups)
-            raise
-        return [
-            _output(prompt, group, texts) for prompt, group in zip(prompts, groups, strict=True)
-        ]
+            self._run([request for group in groups for request in group])
+            return [
+                _output(prompt, group, self._texts)
+                for prompt, group in zip(prompts, groups, strict=True)
+            ]
+        finally:
+            self._forget([request for group in groups for request in group])
 
     def chat(
         self,
@@ -179,17 +181,40 @@ class LLM:
         params = params or self.default_params()
         if params.n != 1:
             raise InvalidRequestError(f"n is {params.n}; a stream carries one sample")
-        requests = self.engine.add(self._token_ids(prompt), params)
+        [request] = self._add(prompt, params)
         try:
-            while not requests[0].is_finished:
-                for update in self.engine.step():
-                    if update.request is requests[0] and update.text:
-                        yield update.text
+            while True:
+                is_last = request.is_finished
+                text, self._texts[request.id] = self._texts[request.id], ""
+                if text:
+                    yield text
+                elif is_last:
+                    return
+                else:
+                    self._step()
         finally:
-            self._abandon([requests])
+            self._forget([request])
 
-    def _token_ids(self, prompt: Prompt) -> Sequence[int]:
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    def _add(self, prompt: Prompt, params: SamplingParams) -> list[Request]:
+        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        requests = self.engine.add(token_ids, params)
+        self._texts.update((request.id, "") for request in requests)
+        return requests
+
+    def _step(self) -> int:
+        """One step of the engine; the number of new tokens for calls under way."""
+        num_tokens = 0
+        for update in self.engine.step():
+            if update.request.id in self._texts:
+                self._texts[update.request.id] += update.text
+                num_tokens += len(update.token_ids)
+        return num_tokens
+
+    def _forget(self, requests: Sequence[Request]) -> None:
+        """Abort those that still run, and drop their texts."""
+        for request in requests:
+            self.engine.abort(request.id)
+            self._texts.pop(request.id, None)
 
     def _params_for(self, params: Any, num_prompts: int) -> list[SamplingParams]:
         if params is None:
@@ -200,42 +225,25 @@ class LLM:
             raise ValueError(f"{len(params)} sampling parameters for {num_prompts} prompts")
         return list(params)
 
-    def _run(self, groups: Sequence[Sequence[Request]]) -> dict[str, str]:
-        """Step until all requests have ended; their texts by request id."""
-        texts = {request.id: "" for group in groups for request in group}
-        open_requests = set(texts)
+    def _run(self, requests: Sequence[Request]) -> None:
+        """Step until all of them have ended."""
         with tqdm(
-            total=len(open_requests),
+            total=len(requests),
             desc="generating",
             disable=not self.show_progress,
             dynamic_ncols=True,
         ) as bar:
             num_tokens = 0
-            while open_requests:
-                for update in self.engine.step():
-                    num_tokens += len(update.token_ids)
-                    _collect(update, texts, open_requests)
+            while not all(request.is_finished for request in requests):
+                num_tokens += self._step()
                 bar.set_postfix_str(f"{num_tokens} tokens", refresh=False)
-                bar.update(len(texts) - len(open_requests) - bar.n)
-        return texts
-
-    def _abandon(self, groups: Sequence[Sequence[Request]]) -> None:
-        """Abort what still runs and drain the engine of its last step."""
-        aborted = [self.engine.abort(request.id) for group in groups for request in group]
-        if any(aborted):
-            self.engine.step()
+                bar.update(sum(request.is_finished for request in requests) - bar.n)
 
 
-def _collect(update: Update, texts: dict[str, str], open_requests: set[str]) -> None:
-    name = update.request.id
-    if name in texts:
-        texts[name] += update.text
-        if update.finish_reason is not None:
-            open_requests.discard(name)
-
-
-def _is_one_prompt(prompts: Any) -> bool:
-    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+def _as_list(prompts: Any) -> list[Prompt]:
+    """A text or a list of token ids is one prompt; anything else a list of them."""
+    is_one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    return [prompts] if is_one else list(prompts)
 
 
 def _output(prompt: Prompt, group: Sequence[Request], texts: Mapping[str, str]) -> Output:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-
-import jax
+from typing import Any
 
 from jaxinfer.config import CacheConfig, ConfigError
 
@@ -31,7 +30,7 @@ class MemoryPlan:
         return self.num_pages * self.page_size
 
 
-def device_limit(device: jax.Device) -> int | None:
+def device_limit(device: Any) -> int | None:
     """Bytes of memory that the device's allocator may hand out; None where it does not say."""
     stats = device.memory_stats()
     return int(stats["bytes_limit"]) if stats and stats.get("bytes_limit") else None

@@ -158,7 +158,7 @@ class Runner:
         )
 
     def _temporary_bytes(self) -> int:
-        """Of the largest step, by the compiler's account; pages are counted apart, so one will do."""
+        """Of the largest step, by the compiler's account; one page will do, they count apart."""
         state = jax.eval_shape(lambda: self._state(1))
         shape = self.shape_for(self.config.buckets[-1])
         analysis = self._lower_step(state, shape).compile().memory_analysis()

@@ -101,12 +101,14 @@ def sample(
     rows = _Rows(row_slot, position, flags, ints, slots.floats[row_slot])
     tokens = lax.cond(
         rows.any_asks(Feature.RANDOM | EXTRAS),
-        lambda: _choose_by_tile(logits, rows, slots.extras, base_key, row_tile),
+        lambda: _by_tile(
+            lambda *tile: _choose(*tile, slots.extras, base_key), row_tile, logits, rows
+        ),
         lambda: argmax(logits),
     )
     report = lax.cond(
         rows.any_asks(Feature.LOGPROBS),
-        lambda: _report(logits, rows, tokens),
+        lambda: _by_tile(_report, row_tile, logits, rows, tokens),
         lambda: _no_report(logits.shape[0]),
     )
     output = SampleOutput(jnp.where(is_sampled, tokens, NO_TOKEN), *report)
@@ -162,16 +164,17 @@ def _record(extras: SlotExtras, rows: _Rows, tokens) -> SlotExtras:
     )
 
 
-def _choose_by_tile(logits, rows: _Rows, extras: SlotExtras, base_key, row_tile: int | None):
-    """`_choose`, in equal tiles of at most `row_tile` rows one after the other."""
-    num_rows = logits.shape[0]
+def _by_tile(function, row_tile: int | None, *per_row):
+    """function(*per_row), over equal tiles of at most `row_tile` rows one after the other."""
+    num_rows = per_row[0].shape[0]
     limit = min(row_tile or num_rows, num_rows)
     tile = next(size for size in range(limit, 0, -1) if num_rows % size == 0)
     if tile == num_rows:
-        return _choose(logits, rows, extras, base_key)
+        return function(*per_row)
     split = lambda x: x.reshape(num_rows // tile, tile, *x.shape[1:])
-    choose = lambda tiled: _choose(tiled[0], tiled[1], extras, base_key)
-    return lax.map(choose, jax.tree.map(split, (logits, rows))).reshape(num_rows)
+    join = lambda x: x.reshape(num_rows, *x.shape[2:])
+    results = lax.map(lambda tiled: function(*tiled), jax.tree.map(split, per_row))
+    return jax.tree.map(join, results)
 
 
 def _choose(logits, rows: _Rows, extras: SlotExtras, base_key):

@@ -2,8 +2,8 @@
 
 Pure Python over integers, no phases. Each step has one budget of tokens; every running request
 lets its computed tokens catch up with its known ones. A decode (one token to go) is served before
-the chunks of prefills, then waiting requests join while budget, slots and pages last. A prefix-cache
-hit, a chunk and a re-computation after preemption are the same arithmetic (`request.py`).
+the chunks of prefills, then waiting requests join while budget, slots and pages last. A hit in the
+prefix cache, a chunk and a re-computation after preemption are the same arithmetic (`request.py`).
 
 When pages run out, the running request that the policy puts last is *preempted*: its pages go back
 (full ones into the prefix cache), and it waits to be computed again. The first in order always gets

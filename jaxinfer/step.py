@@ -201,8 +201,8 @@ admit_extras = jax.jit(_admit_extras, donate_argnames=("state",))
 def forget_traces() -> None:
     """Drop what jit remembers of traced programs; compiled ones live with who compiled them.
 
-    jit's caches would hold every engine's executables for the life of the process, some 450 memory
-    maps each on a CPU: after about 140 of them the next one aborts the process (Linux allows 65,530).
+    jit's caches would hold every engine's executables for the life of the process. On a CPU one is
+    some 450 memory maps; Linux allows a process 65,530, and XLA aborts past them.
     """
     for program in (step, admit, admit_extras):
-        program.clear_cache()
+        program.clear_cache()  # type: ignore[attr-defined]

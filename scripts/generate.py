@@ -263,7 +263,7 @@ def run() -> int:
         raise ValueError("give one of --prompt, --prompts_file and --chat")
     if _CHAT.value and _FORMAT.value == "jsonl":
         raise ValueError("--chat is a conversation; it cannot print --format=jsonl")
-    prompts = read_prompts(_PROMPTS_FILE.value) if _PROMPTS_FILE.value else [_PROMPT.value]
+    prompts = read_prompts(_PROMPTS_FILE.value) if _PROMPTS_FILE.value else [_PROMPT.value or ""]
     changes = sampling_changes()
     SamplingParams(**changes)  # its errors come before the model is loaded
     llm = LLM(_MODEL.value, load_config(_CONFIG.value, _SET.value))

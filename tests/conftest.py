@@ -13,7 +13,7 @@ from jaxtyping import install_import_hook
 CHECKED = ["kernels", "nn", "models", "kv_cache", "sampling", "sampling_draw", "sampling_slots"]
 install_import_hook([f"jaxinfer.{name}" for name in CHECKED], "beartype.beartype")
 
-from jaxinfer import compilation_cache
+from jaxinfer import compilation_cache  # noqa: E402  (after the hook)
 
 # Tests make many engines of few shapes: compile each program once a machine, not once an engine.
 compilation_cache.enable()

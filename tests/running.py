@@ -39,9 +39,9 @@ def tiny(variant: str, numerics: Numerics | None = None) -> tuple[FunctionalMode
 
 
 @partial(jax.jit, static_argnames=("model",))
-def _all_logits(weights, token_ids, *, model):
+def _all_logits(weights, token_ids, prompt_len, *, model):
     T, config = token_ids.shape[0], model.config
-    num_pages = -(-T // PAGE_SIZE)
+    num_pages = T // PAGE_SIZE
     pages = kv_cache.allocate(
         config.num_layers,
         num_pages,
@@ -50,13 +50,12 @@ def _all_logits(weights, token_ids, *, model):
         config.head_dim,
         model.numerics.dtype,
     )
-    length = jnp.asarray([T], jnp.int32)
     batch = kv_cache.ragged_batch(
         T,
         jnp.asarray([0, T], jnp.int32),
-        length,
+        jnp.asarray([T], jnp.int32),
         jnp.arange(num_pages, dtype=jnp.int32)[None],
-        length,
+        prompt_len[None],
         jnp.zeros(1, jnp.int32),
         page_size=PAGE_SIZE,
         num_pages=num_pages,
@@ -67,8 +66,15 @@ def _all_logits(weights, token_ids, *, model):
 
 
 def all_logits(model: FunctionalModel, weights: Weights, token_ids: Sequence[int]) -> np.ndarray:
-    """[T, V] logits after every token of one sequence, computed in one step."""
-    return np.asarray(_all_logits(weights, jnp.asarray(token_ids, jnp.int32), model=model))
+    """[T, V] logits after every token of one sequence, computed in one step.
+
+    Tokens are appended up to a power of two, for fewer programs: they come later, so nothing asked
+    for can see them.
+    """
+    T = len(token_ids)
+    padded = np.zeros(max(64, 1 << (T - 1).bit_length()), np.int32)
+    padded[:T] = token_ids
+    return np.asarray(_all_logits(weights, padded, np.int32(T), model=model))[:T]
 
 
 def engine(

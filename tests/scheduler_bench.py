@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from jaxinfer.pages import PagePool, root_key
 from jaxinfer.policies import POLICIES
@@ -72,13 +72,17 @@ class Bench:
         self.commit(plan)
         return plan
 
-    def run(self) -> int:
-        """To the end; returns the number of steps."""
-        for num_steps in range(1000):
+    def plans(self) -> Iterator[Plan]:
+        """Steps to the end, which has to come."""
+        for _ in range(1000):
             if not self.scheduler.has_requests:
-                return num_steps
-            self.step()
+                return
+            yield self.step()
         raise AssertionError("still running after 1,000 steps")
+
+    def run(self) -> None:
+        for _ in self.plans():
+            pass
 
 
 def sizes(plan: Plan) -> dict[str, int]:

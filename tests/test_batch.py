@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from jaxinfer.batch import ON_DEVICE, StepInputs, StepShape, build, packed_size, unpack
 from jaxinfer.config import EngineConfig, from_mapping
+from jaxinfer.kv_cache import allocate, page_bytes, ragged_batch
 from jaxinfer.pages import PagePool, root_key
 from jaxinfer.policies import POLICIES
 from jaxinfer.request import FinishReason, Request
@@ -142,6 +143,38 @@ def test_more_than_the_shape_holds_is_our_own_mistake():
         built(rows, bucket=2)
     with pytest.raises(AssertionError):
         built(rows[:1], [PageEntry(0, i, i) for i in range(3)], bucket=1, page_size=4)
+
+
+def test_the_device_derives_positions_and_cells_from_the_rows():
+    """`ragged_batch` against a loop: two rows, an empty one, padding, a shared prefix."""
+    B, num_pages, T = 4, 20, 12
+    q_len, kv_len, write_from = [1, 6, 0], [9, 8, 0], [8, 4, 0]
+    table = np.array([[3, 1, 7], [5, 0, 9], [2, 2, 2]], np.int32)
+    prompt_len = [5, 30, 0]
+    batch = ragged_batch(
+        T,
+        jnp.asarray([0, 1, 7, 7], jnp.int32),
+        *(jnp.asarray(x, jnp.int32) for x in (kv_len, table, prompt_len, write_from)),
+        page_size=B,
+        num_pages=num_pages,
+    )
+    expected = []
+    for r in range(3):
+        for position in range(kv_len[r] - q_len[r], kv_len[r]):
+            page = table[r, position // B] if position >= write_from[r] else num_pages
+            expected.append((position, page, position % B, max(prompt_len[r], position + 1)))
+    found = (batch.positions, batch.write_page, batch.write_cell, batch.rope_len)
+    assert np.stack(found, axis=1)[:7].tolist() == [list(map(int, row)) for row in expected]
+    assert (np.asarray(batch.write_page)[7:] >= num_pages).all(), "padding is not stored"
+
+
+def test_page_bytes_are_what_the_pages_take():
+    shape = {"num_layers": 3, "num_kv_heads": 2, "page_size": 8, "head_dim": 4}
+    layers = allocate(num_pages=5, dtype=jnp.bfloat16, **shape)
+    arrays = [array for layer in layers for array in layer]
+    assert len(layers) == 3 and {a.shape for a in arrays} == {(5, 2, 8, 4)}
+    total = sum(array.nbytes for array in arrays)
+    assert total == 5 * page_bytes(dtype=jnp.dtype(jnp.bfloat16), **shape)
 
 
 @settings(deadline=None, max_examples=100)

@@ -104,15 +104,17 @@ def model_and_weights():
 
 @pytest.fixture(scope="module")
 def alone(model_and_weights):
-    return {seed: run_alone(*model_and_weights, random_requests(seed), {}) for seed in (1, 2)}
+    model, weights = model_and_weights
+    return {seed: run_alone(model, weights, random_requests(seed), {}) for seed in (1, 2)}
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_staggered_requests_equal_each_alone(model_and_weights, alone, mode):
     """In float32 at these sizes the arithmetic of a bucket changes bits, never a token."""
+    model, weights = model_and_weights
     for seed, expected in alone.items():
         requests = random_requests(seed)
-        got, engine = run_staggered(*model_and_weights, requests, MODES[mode], seed)
+        got, engine = run_staggered(model, weights, requests, MODES[mode], seed)
         assert running.tokens_of(got) == running.tokens_of(expected)
         assert engine.pool.num_owned == 0
         if mode.startswith("tiny_pool"):
@@ -225,7 +227,8 @@ def test_an_engine_that_is_dropped_frees_its_programs(model_and_weights):
     import gc
     import weakref
 
-    engine = running.engine(*model_and_weights, {"bucket_growth": 32})
+    model, weights = model_and_weights
+    engine = running.engine(model, weights, {"bucket_growth": 32})
     engine.warm_up()
     executables = [weakref.ref(p._executable) for p in engine.runner._programs.values()]
     assert len(executables) == 4

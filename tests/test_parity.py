@@ -30,7 +30,7 @@ def test_logits_equal_the_recorded_ones(name):
 @pytest.mark.parity
 @pytest.mark.parametrize("name", VARIANTS)
 def test_logits_and_greedy_tokens_equal_transformers(name, tmp_path):
-    """Live: all logits of a sequence, and 24 greedy tokens through the engine, chunked and paged."""
+    """Live: all logits of a sequence, and 24 greedy tokens through the engine, in chunks."""
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     folder = write_checkpoint(name, tmp_path)

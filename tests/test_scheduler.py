@@ -74,8 +74,7 @@ def test_no_more_rows_than_slots_and_slots_come_back():
     bench = Bench(rows=2)
     requests = [bench.add(1, max_tokens=2) for _ in range(5)]
     seen = set()
-    while bench.scheduler.has_requests:
-        plan = bench.step()
+    for plan in bench.plans():
         assert len(plan.rows) <= 2
         seen |= {row.slot for row in plan.rows}
     assert seen == {0, 1} and all(len(r.output_token_ids) == 2 for r in requests)
@@ -110,15 +109,11 @@ def test_entries_are_the_new_pages_of_rows_that_run_already():
 def test_a_request_joins_only_where_all_that_it_knows_has_room():
     bench = Bench(num_pages=8, page_size=4, budget=4)
     bench.add(16, max_tokens=4)
-    bench.step()
     bench.add(32, max_tokens=1)  # eight pages: its first chunk would fit, its prompt would not
     bench.add(1)
-    while bench.scheduler.running[0].id == "r0":
-        assert ids(bench.step().admitted) == [], "and nobody overtakes it"
-        if not bench.scheduler.running:
-            break
-    assert ids(bench.step().admitted) == ["r1"]
-    bench.run()
+    joined = [ids(plan.admitted) for plan in bench.plans()]
+    assert joined[0] == ["r0"] and [j for j in joined if j] == [["r0"], ["r1"], ["r2"]]
+    assert joined.index(["r1"]) == 7, "after the four chunks and three decodes of r0"
     assert bench.scheduler.num_preemptions == 0
 
 
@@ -305,8 +300,7 @@ def test_static_batches_run_until_their_last_one_ends():
     for length in lengths:
         bench.add(2, max_tokens=length)
     batches = []
-    while bench.scheduler.has_requests:
-        plan = bench.step()
+    for plan in bench.plans():
         if plan.admitted:
             batches.append(ids(plan.admitted))
             assert len(plan.rows) == len(plan.admitted), "joined a batch that runs"
@@ -318,20 +312,15 @@ def test_a_static_batch_that_has_begun_takes_no_latecomer():
     bench.add(2, max_tokens=4)
     bench.step()
     bench.add(2, max_tokens=4)
-    num_alone = 0
-    while not bench.step().admitted:
-        num_alone += 1
-    assert num_alone == 3
+    assert [len(plan.admitted) for plan in bench.plans()].index(1) == 3
 
 
 def test_priority_decides_who_joins_first():
     bench = Bench(budget=64, rows=1, policy="priority")
     for priority in (2, 0, 1, 0):
         bench.add(2, max_tokens=1, priority=priority)
-    joined = []
-    while bench.scheduler.has_requests:
-        joined += ids(bench.step().admitted)
-    assert joined == ["r1", "r3", "r2", "r0"]
+    joined = [ids(plan.admitted) for plan in bench.plans()]
+    assert joined == [["r1"], ["r3"], ["r2"], ["r0"]]
 
 
 def test_check_notices_a_leaked_page_and_a_slot_used_twice():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +44,7 @@ def load_weights(
     checkpoint: Checkpoint,
     model: FunctionalModel,
     *,
-    on_progress: Callable[[int], None] = lambda num_bytes: None,
+    on_progress: Callable[[int], Any] = lambda num_bytes: None,
 ) -> Weights:
     """The model's weights in its own order, one device array each, in the model's type.
 
@@ -63,8 +64,8 @@ def load_weights(
             if not np.isfinite(values.sum(dtype=np.float64)):
                 bad = np.count_nonzero(~np.isfinite(values.astype(np.float32)))
                 raise CheckpointError(
-                    f"{checkpoint.path}: {tensor.name} holds {bad} values that are NaN or infinite; "
-                    "the file is damaged or was converted wrongly: fetch or convert it again"
+                    f"{checkpoint.path}: {tensor.name} holds {bad} values that are NaN or infinite"
+                    ": the file is damaged or was converted wrongly; fetch or convert it again"
                 )
         array = jnp.asarray(np.ascontiguousarray(values.astype(spec.dtype, copy=False)))
         on_progress(spec.nbytes)

@@ -116,7 +116,7 @@ class Decoder(nnx.Module):
         self.head = None if config.is_tied else Linear(shape, axes, numerics)
 
     def __call__(
-        self, token_ids: Int[Array, "T"], batch: RaggedBatch, pages: Sequence[LayerPages]
+        self, token_ids: Int[Array, " T"], batch: RaggedBatch, pages: Sequence[LayerPages]
     ) -> tuple[Float[Array, "T D"], tuple[LayerPages, ...]]:
         """Hidden states of every token; pages with the new keys and values."""
         x = self.embed(token_ids)

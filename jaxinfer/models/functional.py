@@ -36,7 +36,7 @@ class ParameterSpec:
 
 
 class FunctionalModel:
-    """A family's module for one config, as static structure. Hashes by identity: it is a jit key."""
+    """A family's module for one config, as static structure; as a jit key it is its identity."""
 
     def __init__(self, family: Family, config: Any, numerics: Numerics):
         self.family = family

@@ -13,9 +13,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+FLOAT32 = np.dtype(np.float32)
 INVARIANT_TILE = 16  # tokens in every product of the batch-invariant mode
 
 
@@ -25,7 +27,7 @@ class Numerics:
     batch, and the attention backend where one is forced by name. Norms, softmax and logits are
     float32 whatever `dtype` says."""
 
-    dtype: jnp.dtype = jnp.dtype(jnp.float32)
+    dtype: np.dtype[Any] = FLOAT32
     batch_invariant: bool = False
     attention_backend: str | None = None
 
@@ -88,7 +90,8 @@ class Linear(nnx.Module):
     ):
         """`bias_dims` names the weight's axes that the bias has; empty: no bias."""
         self.weight = parameter(shape, axes, numerics)
-        bias_shape, bias_axes = (tuple(x[i] for i in bias_dims) for x in (shape, axes))
+        bias_shape = tuple(shape[i] for i in bias_dims)
+        bias_axes = tuple(axes[i] for i in bias_dims)
         self.bias = parameter(bias_shape, bias_axes, numerics) if bias_dims else None
 
     def __call__(self, x: jax.Array, *, accumulate=None) -> jax.Array:

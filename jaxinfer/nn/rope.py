@@ -166,7 +166,7 @@ class Rope:
     scaling: Unscaled = Unscaled()
 
     def angles(
-        self, positions: Int[Array, "T"], rope_len: Int[Array, "T"]
+        self, positions: Int[Array, " T"], rope_len: Int[Array, " T"]
     ) -> tuple[Float[Array, "T half"], Float[Array, "T half"]]:
         """Cosine and sine of every token's angles, float32, times the attention factor."""
         frequency = jnp.asarray(self.scaling.frequencies(self.theta, self.dim))

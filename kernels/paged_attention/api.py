@@ -36,15 +36,15 @@ def paged_attention(
     q: Float[Array, "T N H"],
     k_pages: Float[Array, "P K B H"],
     v_pages: Float[Array, "P K B H"],
-    q_start: Int[Array, "R1"],
-    kv_len: Int[Array, "R"],
+    q_start: Int[Array, " R1"],
+    kv_len: Int[Array, " R"],
     page_table: Int[Array, "R W"],
     *,
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
-    sinks: Float[Array, "N"] | None = None,
-    alibi_slopes: Float[Array, "N"] | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    alibi_slopes: Float[Array, " N"] | None = None,
     batch_invariant: bool = False,
     backend: str | None = None,
 ) -> Float[Array, "T N H"]:
@@ -83,8 +83,8 @@ def paged_attention(
 def write_pages(
     pages: Float[Array, "P K B H"],
     new: Float[Array, "T K H"],
-    page: Int[Array, "T"],
-    cell: Int[Array, "T"],
+    page: Int[Array, " T"],
+    cell: Int[Array, " T"],
 ) -> Float[Array, "P K B H"]:
     """Put `new[t]` into `cell[t]` of `page[t]`; a token whose page is P or more is dropped.
 
@@ -93,7 +93,7 @@ def write_pages(
     return pages.at[page, :, cell].set(new.astype(pages.dtype), mode="drop")
 
 
-def token_rows(T: int, q_start: Int[Array, "R1"]) -> Int[Array, "T"]:
+def token_rows(T: int, q_start: Int[Array, " R1"]) -> Int[Array, " T"]:
     """The row of every token; padding tokens get R."""
     return jnp.searchsorted(q_start[1:], jnp.arange(T, dtype=q_start.dtype), side="right").astype(
         jnp.int32
