@@ -92,7 +92,7 @@ def load_engine(
         name=checkpoint.name,
     )
     if config.warm_up:
-        with tqdm(total=len(config.buckets) + 1, desc="compiling", **bar) as compiling:
+        with tqdm(total=len(config.buckets) + 2, desc="compiling", **bar) as compiling:
 
             def done(program: str) -> None:
                 compiling.set_postfix_str(program, refresh=False)

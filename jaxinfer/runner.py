@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,6 +25,7 @@ from jaxinfer.memory import MemoryPlan, device_limit, plan_pages
 from jaxinfer.models.functional import FunctionalModel, Weights
 from jaxinfer.scheduler import Plan
 
+NUM_COMPILE_THREADS = 2
 CPU_SAMPLE_TILE = 8  # rows sampled at once on a CPU: their temporaries stay in its cache
 
 
@@ -38,7 +41,7 @@ class Runner:
         self.max_len = max_len
         self.num_slots = config.scheduler.max_rows
         self.num_late_compiles = 0  # programs compiled after warm-up
-        self.compile_seconds: dict[str, float] = {}
+        self.compile_seconds = 0.0  # tracing and compiling, by the clock
         self._is_warm = False
         self._programs: dict[str, Any] = {}
         on_cpu = jax.default_backend() == "cpu"
@@ -66,62 +69,65 @@ class Runner:
         return StepShape.of_bucket(bucket, self.num_slots, self.config.cache.page_size)
 
     def warm_up(self, on_progress: Callable[[str], None] = lambda program: None) -> None:
-        """Compile every program; `on_progress` gets the name of each one done."""
-        for bucket in reversed(self.config.buckets):
-            shape = self.shape_for(bucket)
-            self._step_program(shape)
-            on_progress(f"step of {bucket} tokens")
-        self._admit_program()
-        self._extras_program()
-        on_progress("admission")
+        """Compile every program; `on_progress` gets the name of each one done.
+
+        Tracing holds Python's lock, compiling does not: one thread traces, two compile.
+        """
+        shapes = [self.shape_for(bucket) for bucket in reversed(self.config.buckets)]
+        programs: dict[str, Callable[[], Any]] = {
+            f"step[{shape.num_tokens}]": partial(self._lower_step, self.state, shape)
+            for shape in shapes
+        }
+        programs |= {"admit": self._lower_admit, "admit_extras": self._lower_extras}
+        with ThreadPoolExecutor(NUM_COMPILE_THREADS) as pool:
+            started = time.perf_counter()
+            futures = {pool.submit(lower().compile): name for name, lower in programs.items()}
+            for future in as_completed(futures):
+                name = futures[future]
+                self._programs[name] = future.result()
+                on_progress(name)
+        step.forget_traces()
+        self.compile_seconds = time.perf_counter() - started
         self._is_warm = True
 
     def dispatch(self, plan: Plan) -> step.StepOutput:
         """Start a step and return at once; its output is read by `np.asarray`."""
         shape = self.shape_for(plan.num_tokens)
         packed = build(plan, shape, self.num_slots)
-        self.state, output = self._step_program(shape)(self.weights, self.state, packed)
+        name = f"step[{shape.num_tokens}]"
+        program = self._program(name, partial(self._lower_step, self.state, shape))
+        self.state, output = program(self.weights, self.state, packed)
         return output
 
     def admit(self, admission: step.Admission, extras: step.SlotExtras | None) -> None:
         """Write a request into its slot, ahead of the step that first runs it."""
-        self.state = self._admit_program()(self.state, admission.pack(self.table_width))
+        program = self._program("admit", self._lower_admit)
+        self.state = program(self.state, admission.pack(self.table_width))
         if extras is not None:
-            slot = np.int32(admission.slot)
-            self.state = self._extras_program()(self.state, slot, extras)
+            program = self._program("admit_extras", self._lower_extras)
+            self.state = program(self.state, np.int32(admission.slot), extras)
 
-    def _step_program(self, shape: StepShape) -> Any:
-        name = f"step[{shape.num_tokens}]"
-        if name in self._programs:
-            return self._programs[name]
-        return self._compile(name, lambda: self._lower_step(self.state, shape))
+    def _program(self, name: str, lower: Callable[[], Any]) -> Any:
+        """The compiled program of that name; compiled now, with a warning, if warm-up missed it."""
+        if name not in self._programs:
+            if self._is_warm:
+                self.num_late_compiles += 1
+                logging.warning("%s is compiled after warm-up: requests wait for it", name)
+            started = time.perf_counter()
+            self._programs[name] = lower().compile()
+            self.compile_seconds += time.perf_counter() - started
+            step.forget_traces()
+        return self._programs[name]
 
-    def _admit_program(self) -> Any:
-        if "admit" in self._programs:
-            return self._programs["admit"]
+    def _lower_admit(self) -> Any:
         size = 1 + self.table_width + step.NUM_INTS + step.NUM_FLOATS
-        packed = jax.ShapeDtypeStruct((size,), jnp.int32)
-        return self._compile("admit", lambda: step.admit.lower(self.state, packed))
+        return step.admit.lower(self.state, jax.ShapeDtypeStruct((size,), jnp.int32))
 
-    def _extras_program(self) -> Any:
-        if "admit_extras" in self._programs:
-            return self._programs["admit_extras"]
+    def _lower_extras(self) -> Any:
         one_slot = lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype)
         extras = jax.tree.map(one_slot, self.state.sampling.extras)
         slot = jax.ShapeDtypeStruct((), jnp.int32)
-        return self._compile(
-            "admit_extras", lambda: step.admit_extras.lower(self.state, slot, extras)
-        )
-
-    def _compile(self, name: str, lower: Callable[[], Any]) -> Any:
-        if self._is_warm:
-            self.num_late_compiles += 1
-            logging.warning("%s is compiled after warm-up: requests wait for it", name)
-        start = time.perf_counter()
-        self._programs[name] = lower().compile()
-        step.forget_traces()
-        self.compile_seconds[name] = time.perf_counter() - start
-        return self._programs[name]
+        return step.admit_extras.lower(self.state, slot, extras)
 
     def _lower_step(self, state: step.EngineState, shape: StepShape) -> Any:
         packed = jax.ShapeDtypeStruct((packed_size(shape),), jnp.int32)

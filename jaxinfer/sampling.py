@@ -102,7 +102,7 @@ def sample(
     tokens = lax.cond(
         rows.any_asks(Feature.RANDOM | EXTRAS),
         lambda: _by_tile(
-            lambda *tile: _choose(*tile, slots.extras, base_key), row_tile, logits, rows
+            lambda x, some: _choose(x, some, slots.extras, base_key), row_tile, logits, rows
         ),
         lambda: argmax(logits),
     )

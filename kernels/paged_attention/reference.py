@@ -30,7 +30,7 @@ def paged_attention(
     G = N // K
 
     token = jnp.arange(T)
-    row = jnp.searchsorted(q_start[1:], token, side="right")  # [T]
+    row = jnp.searchsorted(q_start[1:], token, side="right", method="compare_all")  # [T]
     is_real = row < kv_len.shape[0]
     row = jnp.where(is_real, row, 0)
     position = kv_len[row] - (q_start[row + 1] - token)  # [T]

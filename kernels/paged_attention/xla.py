@@ -77,7 +77,9 @@ def paged_attention(
     num_tiles = jnp.where(q_len > 1, -(-q_len // tile_len), 0)  # [R]
     ends = jnp.cumsum(num_tiles)
     tile = jnp.arange(T // 2 + 1, dtype=q_start.dtype)  # a chunk's tile is at least 2 tokens
-    tile_row = jnp.minimum(jnp.searchsorted(ends, tile, side="right"), R - 1).astype(jnp.int32)
+    tile_row = jnp.minimum(
+        jnp.searchsorted(ends, tile, side="right", method="compare_all"), R - 1
+    ).astype(jnp.int32)
     within = tile - (ends - num_tiles)[tile_row]
     return _run_tiles(
         out, q, k_pages, v_pages, rows, variant,
