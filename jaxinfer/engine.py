@@ -172,6 +172,12 @@ class Engine:
         self._unreported.append(self._end(request, [], ""))
         return True
 
+    def clear_prefix_cache(self) -> None:
+        """Forget which prefixes the pages hold; running requests go on, and share nothing more."""
+        self.pool.forget_all()
+        for request in self._requests.values():
+            request.cache_root = None
+
     def step(self) -> list[Update]:
         """Plan and start one step, read one; what came of it, one update a request."""
         start = time.perf_counter()

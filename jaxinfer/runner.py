@@ -21,6 +21,7 @@ from absl import logging
 from jaxinfer import kv_cache, step
 from jaxinfer.batch import StepShape, build, packed_size
 from jaxinfer.config import EngineConfig
+from jaxinfer.kernels.paged_attention.api import INVARIANT_TILE
 from jaxinfer.memory import MemoryPlan, device_limit, plan_pages
 from jaxinfer.models.functional import FunctionalModel, Weights
 from jaxinfer.scheduler import Plan
@@ -35,6 +36,7 @@ class Runner:
     def __init__(
         self, model: FunctionalModel, weights: Weights, config: EngineConfig, max_len: int
     ):
+        assert not config.batch_invariant or all(b % INVARIANT_TILE == 0 for b in config.buckets)
         self.model = model
         self.weights = weights
         self.config = config

@@ -1,6 +1,6 @@
 """The one jitted step: forward, pick the rows' last tokens, sample, remember.
 
-`jax.jit` appears here and nowhere else in the engine. Three programs: `step` (one variant a bucket
+Programs are made here and nowhere else in the engine. Three of them: `step` (one variant a bucket
 of tokens), `admit` (a request takes a slot) and `admit_extras` (the same for its masks, biases and
 counts, when it has any). State is donated: pages and tables are updated in place.
 """

@@ -75,7 +75,7 @@ def run_alone(model, weights, requests, options):
     results = []
     for prompt, params in requests:
         poison(engine)
-        engine.pool.forget_all()
+        engine.clear_prefix_cache()
         [request] = engine.add(prompt, params)
         running.run(engine)
         results.append(request)

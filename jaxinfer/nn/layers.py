@@ -17,8 +17,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jaxinfer.kernels.paged_attention.api import INVARIANT_TILE
+
 FLOAT32 = np.dtype(np.float32)
-INVARIANT_TILE = 16  # tokens in every product of the batch-invariant mode
 
 
 @dataclasses.dataclass(frozen=True)
