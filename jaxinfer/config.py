@@ -68,7 +68,7 @@ class EngineConfig:
 
     def __post_init__(self):
         problems = list(_range_problems(self, ""))
-        budget = getattr(self.scheduler, "max_tokens", None)
+        budget: Any = getattr(self.scheduler, "max_tokens", None)
         if _fits(self.min_bucket, int) and _fits(budget, int) and self.min_bucket > budget:
             problems.append(
                 f"min_bucket is {self.min_bucket}; it must be at most scheduler.max_tokens "
