@@ -8,7 +8,7 @@ print(answer.outputs[0].text)
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,12 +63,17 @@ def numerics_for(config: EngineConfig) -> Numerics:
 
 
 def load_engine(
-    source: str | Path, config: EngineConfig | None = None, *, show_progress: bool = True
+    source: str | Path,
+    config: EngineConfig | None = None,
+    *,
+    show_progress: bool = True,
+    on_loaded: Callable[[Engine], None] = lambda engine: None,
 ) -> tuple[Engine, GenerationDefaults]:
     """Open a checkpoint, load it, compile its programs: an engine ready to serve.
 
-    `source`: "demo", a .gguf file, a Hugging Face directory, or a hub id. Raises `CheckpointError`
-    or `ConfigError`, which name what is wrong and the way out.
+    `source`: "demo", a .gguf file, a Hugging Face directory, or a hub id. `on_loaded` gets the
+    engine before its programs are compiled, to show its plan. Raises `CheckpointError` or
+    `ConfigError`, which name what is wrong and the way out.
     """
     config = config or EngineConfig()
     compilation_cache.enable()
@@ -91,6 +96,7 @@ def load_engine(
         eos_token_ids=eos_token_ids,
         name=checkpoint.name,
     )
+    on_loaded(engine)
     if config.warm_up:
         with tqdm(total=len(config.buckets) + 2, desc="compiling", **bar) as compiling:
 
@@ -115,9 +121,12 @@ class LLM:
         config: EngineConfig | None = None,
         *,
         show_progress: bool = True,
+        on_loaded: Callable[[Engine], None] = lambda engine: None,
     ):
         self.show_progress = show_progress
-        self.engine, self.generation = load_engine(model, config, show_progress=show_progress)
+        self.engine, self.generation = load_engine(
+            model, config, show_progress=show_progress, on_loaded=on_loaded
+        )
         # New text by request id, for calls under way: streams may take turns.
         self._texts: dict[str, str] = {}
 

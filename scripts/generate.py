@@ -22,13 +22,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from absl import app, flags
+from absl import app, flags, logging
 
 from jaxinfer import (
     LLM,
     CheckpointError,
     Completion,
     ConfigError,
+    Engine,
     InvalidRequestError,
     Output,
     SamplingParams,
@@ -119,8 +120,8 @@ def read_prompts(path: str) -> list[str]:
     return prompts
 
 
-def print_plan(llm: LLM) -> None:
-    engine = llm.engine
+def print_plan(engine: Engine) -> None:
+    """What will run, before its programs are compiled."""
     model, memory, config = engine.model, engine.runner.memory, engine.config
     lines = {
         "model": f"{engine.name} ({model.family.name}), {model.num_parameters:,} parameters, "
@@ -130,12 +131,9 @@ def print_plan(llm: LLM) -> None:
         "context": f"{engine.max_len:,} tokens; up to {config.scheduler.max_rows} requests at once",
         "step": f"at most {config.scheduler.max_tokens} tokens, compiled for "
         + ", ".join(map(str, config.buckets)),
-        "programs": f"{engine.runner.num_compiled} compiled in "
-        f"{engine.runner.compile_seconds:.1f} s",
     }
     for name, line in lines.items():
         print(f"{name:>9}  {line}", file=sys.stderr)
-    print(file=sys.stderr)
 
 
 def peak_memory_mib() -> float:
@@ -266,9 +264,14 @@ def run() -> int:
     prompts = read_prompts(_PROMPTS_FILE.value) if _PROMPTS_FILE.value else [_PROMPT.value or ""]
     changes = sampling_changes()
     SamplingParams(**changes)  # its errors come before the model is loaded
-    llm = LLM(_MODEL.value, load_config(_CONFIG.value, _SET.value))
+    llm = LLM(_MODEL.value, load_config(_CONFIG.value, _SET.value), on_loaded=print_plan)
     params = llm.default_params(**changes)
-    print_plan(llm)
+    runner = llm.engine.runner
+    print(
+        f"{'programs':>9}  {runner.num_compiled} compiled or read from the cache in "
+        f"{runner.compile_seconds:.1f} s\n",
+        file=sys.stderr,
+    )
     if _CHAT.value:
         chat(llm, params)
         return 0
@@ -281,6 +284,8 @@ def run() -> int:
 def main(argv: list[str]) -> int:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+    if not FLAGS["verbosity"].present:
+        logging.set_verbosity(logging.WARNING)  # jax reports each platform it does not find
     try:
         return run()
     except (CheckpointError, ConfigError, InvalidRequestError, OSError, ValueError) as error:

@@ -1,0 +1,34 @@
+"""Loading a model takes little more host memory than the model."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+MEASURE = """
+import resource
+import jax.numpy as jnp
+from jaxinfer.loading import open_checkpoint
+from jaxinfer.loading.assign import functional_model, load_weights
+from jaxinfer.nn.layers import Numerics
+
+checkpoint = open_checkpoint("demo")
+model = functional_model(checkpoint, Numerics())
+jnp.zeros(8).block_until_ready()  # jax itself is no part of the figure
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+before = peak()
+weights = load_weights(checkpoint, model)
+[w.block_until_ready() for w in weights]
+print((peak() - before) / sum(w.nbytes for w in weights))
+"""
+
+
+def test_peak_host_memory_stays_under_1_3_times_the_weights():
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE],
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert 0.9 < float(done.stdout) < 1.3, done.stdout
