@@ -31,7 +31,8 @@ test: $(VENV)/.dev $(LINT)
 # setuptools maps kernels/ to jaxinfer.kernels; a type checker needs to see that on disk.
 lint: $(VENV)/.dev
 	@rm -rf build/types && mkdir -p build/types/jaxinfer
-	@ln -s $(CURDIR)/jaxinfer/* $(CURDIR)/kernels $(CURDIR)/configs build/types/jaxinfer/
+	@ln -s $(CURDIR)/jaxinfer/* $(CURDIR)/kernels $(CURDIR)/configs \
+	    $(CURDIR)/serving $(CURDIR)/sharding build/types/jaxinfer/
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m pyright

@@ -16,7 +16,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
-INVARIANT_BUCKET = 16  # smallest bucket of the batch-invariant mode (nn/layers.py's tile)
+INVARIANT_BUCKET = 16  # whole tiles of the batch-invariant mode (kernels/paged_attention/api.py)
 
 
 class ConfigError(ValueError):
@@ -68,6 +68,8 @@ class EngineConfig:
 
     def __post_init__(self):
         problems = list(_range_problems(self, ""))
+        if self.cache.num_pages is not None and self.cache.memory_bytes is not None:
+            problems.append("cache.num_pages and cache.memory_bytes are both set; set one")
         budget: Any = getattr(self.scheduler, "max_tokens", None)
         if _fits(self.min_bucket, int) and _fits(budget, int) and self.min_bucket > budget:
             problems.append(
@@ -83,7 +85,7 @@ class EngineConfig:
         # Batch invariance needs whole tiles: fewer tokens would take another path through XLA.
         unit = INVARIANT_BUCKET if self.batch_invariant else 1
         largest = -(-self.scheduler.max_tokens // unit) * unit
-        sizes, size = [], max(self.min_bucket, unit)
+        sizes, size = [], -(-self.min_bucket // unit) * unit
         while size < largest:
             sizes.append(size)
             size *= self.bucket_growth

@@ -18,17 +18,20 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from absl import logging
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.detokenizer import TextStream
 from jaxinfer.models.functional import FunctionalModel, Weights
+from jaxinfer.numerics import check_numerics
 from jaxinfer.pages import PagePool, root_key
 from jaxinfer.policies import POLICIES
-from jaxinfer.request import FinishReason, Request, TokenLogprobs
+from jaxinfer.reports import Reports
+from jaxinfer.request import FinishReason, Request
 from jaxinfer.runner import Runner
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.sampling_slots import pack_extras, pack_scalars
-from jaxinfer.scheduler import Plan, Row, Scheduler
+from jaxinfer.scheduler import Plan, Scheduler
 from jaxinfer.step import Admission, StepOutput
 from jaxinfer.tokenizer import Tokenizer
 
@@ -79,11 +82,16 @@ class Engine:
         name: str = "",
     ):
         self.config = config = config or EngineConfig()
+        check_numerics(config, model.numerics)
         self.model = model
         self.name = name
         self.tokenizer = tokenizer
-        self.eos_token_ids = frozenset(eos_token_ids)
-        self.max_len = min(config.max_len or model.config.max_len, model.config.max_len)
+        # Some checkpoints name ids past the embedding: those are never sampled.
+        self.eos_token_ids = frozenset(i for i in eos_token_ids if 0 <= i < model.config.vocab_size)
+        self.max_len = config.max_len or model.config.max_len
+        if self.max_len > model.config.max_len:
+            text = "max_len is %d, past the %d positions that the model was made for"
+            logging.warning(text, self.max_len, model.config.max_len)
         self.runner = Runner(model, weights, config, self.max_len)
         self.pool = PagePool(
             self.runner.memory.num_pages,
@@ -135,10 +143,17 @@ class Engine:
         has changed.
         """
         params = params or SamplingParams()
-        base_id = request_id if request_id is not None else f"request-{self._num_added}"
+        base_id = request_id if request_id is not None else self._new_id()
         names = [base_id if i == 0 else f"{base_id}#{i}" for i in range(params.n)]
         if taken := [name for name in names if name in self._requests]:
             raise InvalidRequestError(f"request id {taken[0]!r} is in use; choose another")
+        if not isinstance(priority, int):
+            raise InvalidRequestError(f"priority is {priority!r}; it must be a whole number")
+        if priority and self.config.scheduler.policy != "priority":
+            raise InvalidRequestError(
+                f"priority is {priority}, which the policy {self.config.scheduler.policy} does not "
+                "know; set scheduler.policy=priority"
+            )
         max_len, bad_word_ids = self._check(prompt_token_ids, params)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(32)
         requests = []
@@ -179,23 +194,46 @@ class Engine:
             request.cache_root = None
 
     def step(self) -> list[Update]:
-        """Plan and start one step, read one; what came of it, one update a request."""
+        """Plan and start one step, read one; what came of it, one update a request.
+
+        An exception on the way (Ctrl-C, the device) leaves a sound engine: what was running is
+        computed again from the tokens read so far, and yields the same ones.
+        """
         start = time.perf_counter()
         self.stats.wait_s = 0.0
-        plan = self.scheduler.schedule()
-        started = self._dispatch(plan) if plan.rows else None
-        updates, self._unreported = self._unreported, []
-        if self._in_flight is not None:
-            updates += self._commit(self._in_flight)
-        if started is not None and not self.config.overlap:
-            updates += self._commit(started)
-            started = None
-        self._in_flight = started
+        try:
+            plan = self.scheduler.schedule()
+            started = self._dispatch(plan) if plan.rows else None
+            if self._in_flight is not None:
+                self._commit(self._in_flight)
+            if started is not None and not self.config.overlap:
+                self._commit(started)
+                started = None
+            self._in_flight = started
+        except BaseException:
+            self._recover()
+            raise
         if self.config.check_every_step:
             self.scheduler.check()
         self.stats.num_rows, self.stats.num_tokens = len(plan.rows), plan.num_tokens
         self.stats.total_s = time.perf_counter() - start
+        updates, self._unreported = self._unreported, []
         return updates
+
+    def _recover(self) -> None:
+        """Start over with a fresh cache and the requests that have not ended."""
+        self._in_flight = None
+        self.runner.reset_state()
+        self.pool.reset()
+        for request in [r for r in self._requests.values() if r.is_finished]:
+            self._unreported.append(self._end(request, [], ""))
+        self.scheduler.reset(list(self._requests.values()))
+
+    def _new_id(self) -> str:
+        number = self._num_added
+        while f"request-{number}" in self._requests:
+            number += 1
+        return f"request-{number}"
 
     def _start(self, request: Request) -> None:
         self._requests[request.id] = request
@@ -229,13 +267,13 @@ class Engine:
             self.runner.admit(Admission(request.slot, request.pages, ints, floats), extras)
         return _InFlight(plan, self.runner.dispatch(plan))
 
-    def _commit(self, step: _InFlight) -> list[Update]:
-        """Read a step's tokens and hand them to their requests."""
+    def _commit(self, step: _InFlight) -> None:
+        """Read a step's tokens and hand them to their requests; updates go to `_unreported`."""
         start = time.perf_counter()
         tokens = np.asarray(step.output.sampled.tokens).tolist()
         self.stats.wait_s += time.perf_counter() - start
-        reports = _Reports(step)
-        updates = []
+        reports = Reports(step.output)
+        updates = self._unreported
         at = 0  # the row's first token in the step
         for i, row in enumerate(step.plan.rows):
             request = row.request
@@ -251,16 +289,17 @@ class Engine:
                         self.scheduler.finish(request, FinishReason.LENGTH)
                         updates.append(self._end(request, [], ""))
             at += row.num_tokens
-        return updates
 
-    def _accept(self, request: Request, token_id: int, reports: _Reports, row: int) -> Update:
+    def _accept(self, request: Request, token_id: int, reports: Reports, row: int) -> Update:
         """One new token of a request; ends it where it says so."""
         params = request.params
         request.output_token_ids.append(token_id)
         self.num_generated += 1
         if params.logprobs is not None:
             reports.add_logprobs(request, row)
-        self.scheduler.register_pages(request)
+        # A page becomes full every `page_size` tokens, counted as read or, a token later, computed.
+        if request.num_read % self.pool.page_size <= 1:
+            self.scheduler.register_pages(request)
         num_output = len(request.output_token_ids)
         stream = self._streams.get(request.id)
         text, is_stopped = "", False
@@ -300,6 +339,8 @@ class Engine:
         self, prompt_token_ids: Sequence[int], params: SamplingParams
     ) -> tuple[int, tuple[tuple[int, ...], ...]]:
         """The request's `max_len` and its bad words as token ids, or `InvalidRequestError`."""
+        if isinstance(prompt_token_ids, str | bytes):
+            raise InvalidRequestError("the prompt must be token ids; LLM takes text")
         vocab_size, prompt_len = self.model.config.vocab_size, len(prompt_token_ids)
         if not prompt_len:
             raise InvalidRequestError("the prompt is empty; it needs at least one token")
@@ -311,7 +352,7 @@ class Engine:
                     f"[0, {vocab_size})"
                 )
         room = self.max_len - prompt_len
-        if room < min(1, 1 if params.max_tokens is None else params.max_tokens):
+        if room < (0 if params.max_tokens == 0 else 1):
             raise InvalidRequestError(
                 f"the prompt has {prompt_len} tokens; the context holds {self.max_len} and the "
                 "output needs at least one: shorten the prompt or raise max_len"
@@ -352,41 +393,7 @@ class Engine:
         for word in params.bad_words:
             for text in (word, " " + word.lstrip()):
                 ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
-                if ids:
-                    sequences[ids] = None
+                if not ids:
+                    raise InvalidRequestError(f"bad_words: {word!r} has no tokens; leave it out")
+                sequences[ids] = None
         return tuple(sequences)
-
-
-class _Reports:
-    """Log-probabilities of a step, fetched from the device when the first row asks."""
-
-    def __init__(self, step: _InFlight):
-        self._step = step
-        self._sampled: tuple[np.ndarray, ...] | None = None
-        self._prompt: tuple[np.ndarray, ...] | None = None
-
-    def add_logprobs(self, request: Request, row: int) -> None:
-        if self._sampled is None:
-            self._sampled = tuple(map(np.asarray, self._step.output.sampled))
-        tokens, *report = self._sampled
-        count = request.params.logprobs or 0
-        request.logprobs.append(_entry(int(tokens[row]), report, row, count))
-
-    def add_prompt_logprobs(self, row: Row, at: int) -> None:
-        """`at` is where the row's tokens begin in the step."""
-        if self._prompt is None:
-            self._prompt = tuple(map(np.asarray, self._step.output.prompt))
-        request = row.request
-        count = request.params.prompt_logprobs or 0
-        end = min(row.start + row.num_tokens, request.prompt_len - 1)
-        for position in range(row.start, end):
-            token_id = request.prompt_token_ids[position + 1]
-            entry = _entry(token_id, self._prompt, at + position - row.start, count)
-            request.prompt_logprobs[position + 1] = entry
-
-
-def _entry(token_id: int, report: Sequence[np.ndarray], index: int, count: int) -> TokenLogprobs:
-    logprobs, top_ids, top_logprobs = report
-    ids, values = top_ids[index, :count].tolist(), top_logprobs[index, :count].tolist()
-    top = tuple((i, v) for i, v in zip(ids, values, strict=True) if i >= 0)
-    return TokenLogprobs(token_id, float(logprobs[index]), top)

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
+import numpy as np
 from tqdm import tqdm
 
 from jaxinfer import compilation_cache
@@ -22,7 +21,7 @@ from jaxinfer.engine import Engine, InvalidRequestError
 from jaxinfer.loading import open_checkpoint
 from jaxinfer.loading.assign import functional_model, load_weights
 from jaxinfer.loading.checkpoint import GenerationDefaults
-from jaxinfer.nn.layers import Numerics
+from jaxinfer.numerics import numerics_for
 from jaxinfer.request import FinishReason, Request, TokenLogprobs
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.tokenizer import Tokenizer
@@ -51,15 +50,6 @@ class Output:
     outputs: list[Completion]
     # By position where asked for; None at position 0, which nothing precedes.
     prompt_logprobs: list[TokenLogprobs | None] | None
-
-
-def numerics_for(config: EngineConfig) -> Numerics:
-    """The config's number types. `auto` is float32 on a CPU (bfloat16 products are slow there with
-    the jax of Python 3.11) and bfloat16 elsewhere."""
-    name = config.dtype
-    if name == "auto":
-        name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    return Numerics(jnp.dtype(name), config.batch_invariant, config.attention_backend)
 
 
 def load_engine(
@@ -251,8 +241,11 @@ class LLM:
 
 def _as_list(prompts: Any) -> list[Prompt]:
     """A text or a list of token ids is one prompt; anything else a list of them."""
-    is_one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-    return [prompts] if is_one else list(prompts)
+    is_one = isinstance(prompts, str | bytes) or (
+        len(prompts) > 0 and isinstance(prompts[0], int | np.integer)
+    )
+    as_list: list[Prompt] = [prompts] if is_one else list(prompts)
+    return as_list
 
 
 def _output(prompt: Prompt, group: Sequence[Request], texts: Mapping[str, str]) -> Output:

@@ -45,6 +45,11 @@ def free_host_bytes() -> int:
                     return int(line.split()[1]) * 1024
     except OSError:
         pass  # not Linux: the total is the best figure that the standard library has
+    return total_host_bytes()
+
+
+def total_host_bytes() -> int:
+    """The host's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

@@ -43,8 +43,12 @@ class PagePool:
         self.num_pages = num_pages
         self.page_size = page_size
         self.prefix_cache = prefix_cache
-        self._free: deque[int] = deque(range(num_pages))
-        self._references = [0] * num_pages
+        self.reset()
+
+    def reset(self) -> None:
+        """All pages free, nothing known of their content."""
+        self._free: deque[int] = deque(range(self.num_pages))
+        self._references = [0] * self.num_pages
         self._content: dict[int, _Content] = {}  # page -> what it is known to hold
         self._by_key: dict[bytes, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # cached pages, oldest first

@@ -91,7 +91,8 @@ class Request:
     @property
     def num_to_compute(self) -> int:
         """Known tokens that get computed at all: the last token of a full request never is."""
-        return min(self.num_known, self.max_len - 1)
+        known = len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_pending
+        return min(known, self.max_len - 1)
 
     @property
     def num_remaining(self) -> int:

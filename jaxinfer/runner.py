@@ -81,16 +81,25 @@ class Runner:
             for shape in shapes
         }
         programs |= {"admit": self._lower_admit, "admit_extras": self._lower_extras}
+        started = time.perf_counter()
         with ThreadPoolExecutor(NUM_COMPILE_THREADS) as pool:
-            started = time.perf_counter()
-            futures = {pool.submit(lower().compile): name for name, lower in programs.items()}
-            for future in as_completed(futures):
-                name = futures[future]
-                self._programs[name] = future.result()
-                on_progress(name)
+            try:
+                futures = {pool.submit(lower().compile): name for name, lower in programs.items()}
+                for future in as_completed(futures):
+                    name = futures[future]
+                    self._programs[name] = future.result()
+                    on_progress(name)
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
         step.forget_traces()
         self.compile_seconds = time.perf_counter() - started
         self._is_warm = True
+
+    def reset_state(self) -> None:
+        """A fresh state: an interrupted step may have taken the old one with it."""
+        del self.state  # first, so that both need not fit
+        self.state = self._state(self.memory.num_pages)
 
     def dispatch(self, plan: Plan) -> step.StepOutput:
         """Start a step and return at once; its output is read by `np.asarray`."""

@@ -68,6 +68,7 @@ class Scheduler:
         self.max_tokens = max_tokens
         self.waiting: list[Request] = []  # in the policy's order
         self.running: list[Request] = []  # the same
+        self._max_rows = max_rows
         self._free_slots = list(range(max_rows - 1, -1, -1))
         self.num_preemptions = 0
         self.num_shared_tokens = 0  # tokens that the prefix cache has spared from computing
@@ -105,6 +106,16 @@ class Scheduler:
         else:
             self.waiting.remove(request)
 
+    def reset(self, requests: list[Request]) -> None:
+        """Let `requests` wait with nothing computed and every slot be free; so must the pool be."""
+        for request in requests:
+            request.slot = None
+            request.num_pending = 0
+            request.forget_pages()
+        self.running = []
+        self.waiting = sorted(requests, key=self.policy.order)
+        self._free_slots = list(range(self._max_rows - 1, -1, -1))
+
     def register_pages(self, request: Request) -> None:
         """Put the request's pages that are full, computed and read into the prefix cache."""
         if request.cache_root is None or request.slot is None:
@@ -136,11 +147,10 @@ class Scheduler:
 
     def _run(self, plan: Plan) -> int:
         """Rows for the running requests; returns what is left of the budget."""
-        num_decodes = sum(1 for request in self.running if request.num_remaining == 1)
+        todo = [(request, request.num_remaining) for request in self.running]
         budget = self.max_tokens
-        chunk_budget = max(0, budget - num_decodes)
-        for request in list(self.running):
-            remaining = request.num_remaining
+        chunk_budget = max(0, budget - sum(1 for _, remaining in todo if remaining == 1))
+        for request, remaining in todo:
             num_tokens = min(remaining, budget if remaining == 1 else chunk_budget)
             if request.slot is None or num_tokens <= 0:  # preempted a moment ago, or waiting
                 continue

@@ -103,7 +103,7 @@ def sampling_changes() -> dict[str, Any]:
 def read_prompts(path: str) -> list[str]:
     """One JSON string a line; `ValueError` names every line that is none."""
     prompts, problems = [], []
-    for number, line in enumerate(Path(path).read_text("utf-8").splitlines(), 1):
+    for number, line in enumerate(Path(path).read_text("utf-8").split("\n"), 1):
         if not line.strip():
             continue
         try:
@@ -187,7 +187,7 @@ def chat(llm: LLM, params: SamplingParams) -> None:
             messages = [*asked, {"role": "assistant", "content": answer}]
         except KeyboardInterrupt:
             print("\n(stopped; the question is forgotten)", file=sys.stderr)
-        except InvalidRequestError as error:
+        except ValueError as error:
             print(f"{error}; /reset starts a new conversation", file=sys.stderr)
 
 
@@ -220,12 +220,12 @@ def run_prompts(llm: LLM, prompts: list[str], params: SamplingParams) -> int:
     results: list[dict[str, Any]] = []
     accepted: list[tuple[int, list[int]]] = []
     for prompt in prompts:
-        token_ids = encode(llm, prompt)
-        results.append({"prompt": prompt, "prompt_token_ids": token_ids})
+        results.append({"prompt": prompt})
         try:
+            token_ids = results[-1]["prompt_token_ids"] = encode(llm, prompt)
             llm.engine.check(token_ids, params)
             accepted.append((len(results) - 1, token_ids))
-        except InvalidRequestError as error:
+        except ValueError as error:  # not encodable, or refused
             results[-1]["error"] = str(error)
     start = time.perf_counter()
     outputs = llm.generate([ids for _, ids in accepted], params) if accepted else []
@@ -234,7 +234,7 @@ def run_prompts(llm: LLM, prompts: list[str], params: SamplingParams) -> int:
         results[index] = as_json(prompts[index], output)
     for result in results:
         if FLAGS["format"].value == "jsonl":
-            print(json.dumps(result, ensure_ascii=False))
+            print(json.dumps(result))
         else:
             samples = result.get("samples", [result])
             print(f"--- {result['prompt']!r}")
@@ -256,13 +256,17 @@ def encode(llm: LLM, prompt: str) -> list[int]:
 
 
 def run() -> int:
-    chosen = [_PROMPT.value is not None, _PROMPTS_FILE.value is not None, _CHAT.value]
+    chosen = [_PROMPT.value is not None, bool(_PROMPTS_FILE.value), _CHAT.value]
     if sum(chosen) != 1:
         raise ValueError("give one of --prompt, --prompts_file and --chat")
     if _CHAT.value and _FORMAT.value == "jsonl":
         raise ValueError("--chat is a conversation; it cannot print --format=jsonl")
     prompts = read_prompts(_PROMPTS_FILE.value) if _PROMPTS_FILE.value else [_PROMPT.value or ""]
     changes = sampling_changes()
+    if _FORMAT.value == "text" and {"logprobs", "prompt_logprobs"} & changes.keys():
+        raise ValueError("log-probabilities are printed with --format=jsonl only")
+    if _CHAT.value and changes.get("n", 1) != 1:
+        raise ValueError(f"--chat carries one answer; --n={changes['n']} asks for more")
     SamplingParams(**changes)  # its errors come before the model is loaded
     llm = LLM(_MODEL.value, load_config(_CONFIG.value, _SET.value), on_loaded=print_plan)
     params = llm.default_params(**changes)

@@ -91,7 +91,8 @@ def run_staggered(model, weights, requests, options, seed=0):
     while todo or engine.has_requests:
         while todo and rng.random() < 0.4:
             prompt, params = todo.pop(0)
-            added += engine.add(prompt, params, priority=rng.randrange(3))
+            priority = rng.randrange(3) if engine.config.scheduler.policy == "priority" else 0
+            added += engine.add(prompt, params, priority=priority)
         engine.step()
     return added, engine
 
@@ -235,3 +236,35 @@ def test_an_engine_that_is_dropped_frees_its_programs(model_and_weights):
     del engine
     gc.collect()
     assert [e() for e in executables] == [None] * 4
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("place", ["before the device", "after the device", "while reading"])
+def test_an_interrupted_step_loses_nothing(model_and_weights, alone, monkeypatch, overlap, place):
+    """Ctrl-C or a failing device: the next call goes on, and the tokens are the same."""
+    model, weights = model_and_weights
+    engine = running.engine(model, weights, {"overlap": overlap})
+    added = [engine.add(prompt, params)[0] for prompt, params in random_requests(1)]
+    for _ in range(3):
+        engine.step()
+    name = {"while reading": "_accept"}.get(place)
+    owner = engine if name else engine.runner
+    name = name or "dispatch"
+    original = getattr(owner, name)
+    calls = []
+
+    def interrupted(*args):
+        calls.append(args)
+        if place != "before the device":
+            original(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(owner, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    monkeypatch.undo()
+    assert len(calls) == 1
+    engine.scheduler.check()
+    running.run(engine)
+    assert running.tokens_of(added) == running.tokens_of(alone[1])
+    assert engine.pool.num_owned == 0

@@ -37,6 +37,11 @@ def functional_model(checkpoint: Checkpoint, numerics: Numerics) -> FunctionalMo
         config = read(checkpoint.metadata, checkpoint.tensors)
     except (ValueError, TypeError, ArithmeticError, KeyError) as error:
         raise CheckpointError(f"{checkpoint.path}: {error}") from error
+    if config.num_layers > len(checkpoint.tensors):  # a claim of millions would take hours to build
+        raise CheckpointError(
+            f"{checkpoint.path}: claims {config.num_layers:,} layers, but holds "
+            f"{len(checkpoint.tensors)} tensors; the configuration belongs to another model"
+        )
     return FunctionalModel(family, config, numerics)
 
 

@@ -44,11 +44,10 @@ class DecoderConfig:
 
     def __post_init__(self):
         wrong = [
-            f"{field.name} is {value}; it must be at least 1"
+            f"{field.name} is {value!r}; it must be a whole number of at least 1"
             for field in dataclasses.fields(self)
-            if isinstance(value := getattr(self, field.name), int)
-            and not isinstance(value, bool)
-            and value < 1
+            if field.type == "int"
+            and (type(value := getattr(self, field.name)) is not int or value < 1)
         ]
         if not wrong and self.num_heads % self.num_kv_heads:
             wrong.append(

@@ -79,8 +79,32 @@ GGUF_WEIGHTS = WeightTable(
 )
 
 
+# What `config_from_gguf` and `rope_from_gguf` honour of the keys that can change the arithmetic.
+GGUF_KEYS = frozenset(
+    (
+        "attention.head_count",
+        "attention.head_count_kv",
+        "attention.key_length",
+        "attention.value_length",
+        "attention.layer_norm_rms_epsilon",
+        "rope.freq_base",
+        "rope.dimension_count",
+        "rope.scaling.type",
+        "rope.scaling.factor",
+        "rope.scaling.original_context_length",
+        "rope.scaling.finetuned",  # says how the model was trained, not how it computes
+    )
+)
+
+
 def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
     """From config.json; missing keys take `LlamaConfig`'s defaults where it has any."""
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method")
+        raise ValueError(
+            f"quantization_config ({method!r}) is not supported yet; use the checkpoint before "
+            "quantization, or a GGUF file"
+        )
     missing = [
         key
         for key in (
@@ -136,6 +160,14 @@ def config_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) ->
             f"llama.expert_count is {key('expert_count')}: mixture-of-experts files are not "
             "supported; use a dense checkpoint"
         )
+    unread = [
+        name
+        for name in metadata
+        if name.startswith(("llama.attention.", "llama.rope."))
+        and name.removeprefix("llama.") not in GGUF_KEYS
+    ]
+    if unread:
+        raise ValueError(f"the GGUF file sets {', '.join(unread)}, which this build cannot honour")
     D, num_heads = key("embedding_length"), key("attention.head_count")
     if not isinstance(num_heads, int) or num_heads < 1:
         raise ValueError(f"llama.attention.head_count is {num_heads}; it must be a whole number")

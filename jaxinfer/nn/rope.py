@@ -165,6 +165,19 @@ class Rope:
     dim: int
     scaling: Unscaled = Unscaled()
 
+    def __post_init__(self):
+        """`ValueError` for numbers that no angle can be computed with."""
+        fields = dataclasses.fields(self.scaling)
+        numbers = {"theta": self.theta} | {f.name: getattr(self.scaling, f.name) for f in fields}
+        for name, value in numbers.items():
+            if isinstance(value, bool):
+                continue
+            values = value if isinstance(value, tuple) else (value,)
+            if isinstance(value, tuple) and len(value) != self.dim // 2:
+                raise ValueError(f"RoPE has {len(value)} of {name}; it needs {self.dim // 2}")
+            if not all(isinstance(v, int | float) and 0 < v < math.inf for v in values):
+                raise ValueError(f"RoPE's {name} is {value!r}; it must be above 0 and finite")
+
     def angles(
         self, positions: Int[Array, " T"], rope_len: Int[Array, " T"]
     ) -> tuple[Float[Array, "T half"], Float[Array, "T half"]]:
