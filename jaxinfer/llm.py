@@ -239,13 +239,12 @@ class LLM:
                 bar.update(sum(request.is_finished for request in requests) - bar.n)
 
 
-def _as_list(prompts: Any) -> list[Prompt]:
+def _as_list(prompts: Any) -> list[Any]:
     """A text or a list of token ids is one prompt; anything else a list of them."""
     is_one = isinstance(prompts, str | bytes) or (
         len(prompts) > 0 and isinstance(prompts[0], int | np.integer)
     )
-    as_list: list[Prompt] = [prompts] if is_one else list(prompts)
-    return as_list
+    return [prompts] if is_one else list(prompts)
 
 
 def _output(prompt: Prompt, group: Sequence[Request], texts: Mapping[str, str]) -> Output:
