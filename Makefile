@@ -18,12 +18,17 @@ CONSTRAINTS ?= $(wildcard constraints/py$(VERSION).txt)
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
 
-.PHONY: run test lint bench references clean
+.PHONY: run print-prompt test lint bench references clean
 
 run: $(VENV)/.run
 	@$(PY) scripts/generate.py --model=demo --config=demo --apply_chat_template \
 	    --temperature=0 --prompt="$$PROMPT"
+# As it was typed: make would read a dollar sign, and what follows it, as a variable or a function.
+override PROMPT := $(value PROMPT)
 export PROMPT
+
+print-prompt:
+	@printf '%s\n' "$$PROMPT"
 
 test: $(VENV)/.dev $(LINT)
 	@$(PY) -m pytest -n 2 --dist=worksteal $(PYTEST_ARGS)

@@ -68,7 +68,8 @@ class EngineConfig:
 
     def __post_init__(self):
         problems = list(_range_problems(self, ""))
-        if self.cache.num_pages is not None and self.cache.memory_bytes is not None:
+        sizes = (getattr(self.cache, name, None) for name in ("num_pages", "memory_bytes"))
+        if None not in sizes:
             problems.append("cache.num_pages and cache.memory_bytes are both set; set one")
         budget: Any = getattr(self.scheduler, "max_tokens", None)
         if _fits(self.min_bucket, int) and _fits(budget, int) and self.min_bucket > budget:

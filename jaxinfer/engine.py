@@ -281,13 +281,15 @@ class Engine:
             if not request.is_finished:
                 if request.params.prompt_logprobs is not None:
                     reports.add_prompt_logprobs(row, at)
+                # A decode fills a page every `page_size` tokens only.
+                is_decode = row.is_sampled and row.num_tokens == 1
+                if not is_decode or request.num_read % self.pool.page_size <= 1:
+                    self.scheduler.register_pages(request)
                 if row.is_sampled:
                     updates.append(self._accept(request, tokens[i], reports, i))
-                else:
-                    self.scheduler.register_pages(request)
-                    if row.end >= request.max_len - 1:  # max_tokens 0: nothing to sample
-                        self.scheduler.finish(request, FinishReason.LENGTH)
-                        updates.append(self._end(request, [], ""))
+                elif row.end >= request.max_len - 1:  # max_tokens 0: nothing to sample
+                    self.scheduler.finish(request, FinishReason.LENGTH)
+                    updates.append(self._end(request, [], ""))
             at += row.num_tokens
 
     def _accept(self, request: Request, token_id: int, reports: Reports, row: int) -> Update:
@@ -297,9 +299,6 @@ class Engine:
         self.num_generated += 1
         if params.logprobs is not None:
             reports.add_logprobs(request, row)
-        # A page becomes full every `page_size` tokens, counted as read or, a token later, computed.
-        if request.num_read % self.pool.page_size <= 1:
-            self.scheduler.register_pages(request)
         num_output = len(request.output_token_ids)
         stream = self._streams.get(request.id)
         text, is_stopped = "", False

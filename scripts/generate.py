@@ -1,8 +1,8 @@
 """Generate text on this machine: one prompt, a file of prompts, or a conversation.
 
-    python scripts/generate.py --model=demo --prompt="Once upon a time" --temperature=0
+    python scripts/generate.py --model=demo --config=demo --prompt="The sky is" --temperature=0
     python scripts/generate.py --model=PATH --prompts_file=prompts.jsonl --format=jsonl
-    python scripts/generate.py --model=demo --chat
+    python scripts/generate.py --model=demo --config=demo --chat --temperature=0
 
 Every field of `SamplingParams` has a flag; one that is not given takes the checkpoint's default,
 then the field's own. `--config=PRESET` and `--set key.path=value` reach every engine option. The
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import resource
 import sys
 import time
@@ -103,7 +104,11 @@ def sampling_changes() -> dict[str, Any]:
 def read_prompts(path: str) -> list[str]:
     """One JSON string a line; `ValueError` names every line that is none."""
     prompts, problems = [], []
-    for number, line in enumerate(Path(path).read_text("utf-8").split("\n"), 1):
+    try:
+        text = Path(path).read_text("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 ({error})") from error
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:
@@ -292,6 +297,11 @@ def main(argv: list[str]) -> int:
         logging.set_verbosity(logging.WARNING)  # jax reports each platform it does not find
     try:
         return run()
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # whoever read our output has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (CheckpointError, ConfigError, InvalidRequestError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

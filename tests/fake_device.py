@@ -22,6 +22,7 @@ import jaxinfer.engine
 from jaxinfer.batch import ON_DEVICE, StepShape, build, unpack
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine import Engine
+from jaxinfer.nn.layers import Numerics
 from jaxinfer.pages import PagePool
 from jaxinfer.sampling_params import MAX_LOGPROBS
 from jaxinfer.scheduler import Plan, Scheduler
@@ -186,6 +187,7 @@ def fake_engine(config: EngineConfig) -> Engine:
     shape = SimpleNamespace(max_len=MAX_LEN, vocab_size=VOCAB_SIZE, rope=no_limit)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jaxinfer.engine, "Runner", FakeRunner)
-        engine = Engine(SimpleNamespace(config=shape), (), config)  # type: ignore[arg-type]
+        model = SimpleNamespace(config=shape, numerics=Numerics())
+        engine = Engine(model, (), config)  # type: ignore[arg-type]
     engine.runner.scheduler = engine.scheduler  # type: ignore[attr-defined]
     return engine

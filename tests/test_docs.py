@@ -102,3 +102,15 @@ def test_make_targets_name_what_exists():
         ["make", "--dry-run", "run", "test", "bench"], cwd=ROOT, capture_output=True, text=True
     )
     assert dry.returncode == 0, dry.stderr
+
+
+def test_make_run_passes_the_prompt_as_it_was_typed():
+    """No dollar sign is lost, and nothing in it is run."""
+    prompt = "costs $5, $HOME, $(shell echo no) and 'quotes'"
+    done = subprocess.run(
+        ["make", "--silent", "print-prompt", f"PROMPT={prompt}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.strip() == prompt, done.stderr

@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 MEASURE = """
-import resource
 import jax.numpy as jnp
 from jaxinfer.loading import open_checkpoint
 from jaxinfer.loading.assign import functional_model, load_weights
@@ -14,7 +13,9 @@ from jaxinfer.nn.layers import Numerics
 checkpoint = open_checkpoint("demo")
 model = functional_model(checkpoint, Numerics())
 jnp.zeros(8).block_until_ready()  # jax itself is no part of the figure
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+# Not ru_maxrss: a child process starts with its parent's.
+status = lambda: open("/proc/self/status").read().splitlines()
+peak = lambda: 1024 * next(int(x.split()[1]) for x in status() if x.startswith("VmHWM"))
 before = peak()
 weights = load_weights(checkpoint, model)
 [w.block_until_ready() for w in weights]

@@ -85,6 +85,8 @@ class Run:
         name = f"r{self.num_requests}"
         self.num_requests += 1
         private = params.prompt_logprobs is not None
+        if self.engine.config.scheduler.policy != "priority":
+            priority = 0  # another is refused
         self.engine.runner.owners[name] = name if private else f"salt {salt}"  # type: ignore
         try:
             (request,) = self.engine.add(
