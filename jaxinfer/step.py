@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxinfer import kv_cache
 from jaxinfer.batch import ON_DEVICE, StepInputs, StepShape, unpack
+from jaxinfer.kernels.paged_attention.api import token_rows
 from jaxinfer.models.functional import FunctionalModel, Weights
 from jaxinfer.sampling import SampleOutput, sample, top_logprobs
 from jaxinfer.sampling_params import MAX_LOGPROBS
@@ -134,9 +135,7 @@ def _step(
 def _token_ids(inputs: StepInputs, last_token: jax.Array) -> jax.Array:
     """[T]: a token the host does not know is the last one its row's slot sampled."""
     T, R = inputs.token_ids.shape[0], inputs.kv_len.shape[0]
-    row = jnp.searchsorted(
-        inputs.q_start[1:], jnp.arange(T, dtype=jnp.int32), side="right", method="compare_all"
-    )
+    row = token_rows(T, inputs.q_start)
     on_device = last_token[inputs.row_slot[jnp.minimum(row, R - 1)]]
     return jnp.where(inputs.token_ids == ON_DEVICE, on_device, inputs.token_ids)
 
