@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
+from bench_report import TimedRun
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine import Engine
@@ -22,21 +23,7 @@ from jaxinfer.sampling_params import SamplingParams
 Prompts = Sequence[Sequence[int]]
 
 
-@dataclasses.dataclass(frozen=True)
-class EngineRun:
-    """One timed run: tokens per prompt, seconds until all had their first, seconds after that."""
-
-    tokens: list[list[int]]
-    prefill_s: float
-    decode_s: float
-
-    @property
-    def total_s(self) -> float:
-        """Seconds from the first request to the last token."""
-        return self.prefill_s + self.decode_s
-
-
-def run(engine: Engine, prompts: Prompts, output_lens: Sequence[int]) -> EngineRun:
+def run(engine: Engine, prompts: Prompts, output_lens: Sequence[int]) -> TimedRun:
     """Answer all prompts greedily, `output_lens` tokens each, added at once to an idle engine."""
     start = first = time.perf_counter()
     requests = [
@@ -50,7 +37,7 @@ def run(engine: Engine, prompts: Prompts, output_lens: Sequence[int]) -> EngineR
                 unanswered.discard(update.request.id)
                 first = time.perf_counter()
     end = time.perf_counter()
-    return EngineRun([r.output_token_ids for r in requests], first - start, end - first)
+    return TimedRun([r.output_token_ids for r in requests], first - start, end - first)
 
 
 def sibling(engine: Engine, config: EngineConfig, *, with_text: bool = True) -> Engine:

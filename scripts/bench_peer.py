@@ -11,27 +11,13 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from bench_report import TimedRun
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
-
-
-@dataclass(frozen=True)
-class PeerRun:
-    """One timed generation: `tokens` per prompt, seconds to the first token, seconds after it."""
-
-    tokens: list[list[int]]
-    prefill_s: float
-    decode_s: float
-
-    @property
-    def total_s(self) -> float:
-        """Seconds from the first forward pass to the last token."""
-        return self.prefill_s + self.decode_s
 
 
 def load_peer(model: str | Path, dtype: str, attention: str = "sdpa") -> tuple[Any, Any]:
@@ -75,7 +61,7 @@ class TransformersPeer:
         return ids, torch.tensor([[0] * n + [1] * (width - n) for n in pad])
 
     @torch.inference_mode()
-    def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> PeerRun:
+    def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> TimedRun:
         """Decode `num_tokens` greedy tokens for every prompt in one left-padded batch.
 
         A batch without padding passes no mask, which lets sdpa take its fastest path.
@@ -103,7 +89,7 @@ class TransformersPeer:
             if len(marks) == 1:
                 marks.append(time.perf_counter())
         end = time.perf_counter()
-        return PeerRun(torch.cat(chosen, 1).tolist(), marks[1] - marks[0], end - marks[1])
+        return TimedRun(torch.cat(chosen, 1).tolist(), marks[1] - marks[0], end - marks[1])
 
     @torch.inference_mode()
     def generate_with_library(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> float:

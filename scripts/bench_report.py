@@ -14,6 +14,20 @@ from typing import Any, Literal
 
 
 @dataclasses.dataclass(frozen=True)
+class TimedRun:
+    """One timed generation: tokens per prompt, seconds until all had their first, and after it."""
+
+    tokens: list[list[int]]
+    prefill_s: float
+    decode_s: float
+
+    @property
+    def total_s(self) -> float:
+        """Seconds from the start to the last token."""
+        return self.prefill_s + self.decode_s
+
+
+@dataclasses.dataclass(frozen=True)
 class Measure:
     """One row of the table: samples of ours and, where there is one, of what it is compared to."""
 
