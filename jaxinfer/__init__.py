@@ -10,10 +10,12 @@ The letters of every shape in this code base:
                                  F  feed-forward dimension
 """
 
-from jaxinfer.config import CacheConfig, ConfigError, EngineConfig, SchedulerConfig, load_config
-from jaxinfer.engine import Engine, InvalidRequestError, Update
+from jaxinfer.admission import InvalidRequestError
+from jaxinfer.config import CacheConfig, EngineConfig, SchedulerConfig, load_config
+from jaxinfer.engine import Engine, Update
 from jaxinfer.llm import LLM, Completion, Output
 from jaxinfer.loading.checkpoint import CheckpointError
+from jaxinfer.options import ConfigError
 from jaxinfer.request import FinishReason, TokenLogprobs
 from jaxinfer.sampling_params import SamplingParams
 

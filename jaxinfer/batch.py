@@ -72,18 +72,19 @@ def build(plan: Plan, shape: StepShape, num_slots: int) -> np.ndarray:
     rows, num_rows = plan.rows, len(plan.rows)
     assert num_rows <= shape.num_rows and len(plan.entries) <= shape.num_entries
 
-    num_tokens = np.fromiter((row.num_tokens for row in rows), np.int32, num_rows)
+    requests, slots, starts, num_tokens, is_sampled = zip(*rows, strict=True)
+    inputs.row_slot[:num_rows] = slots
+    inputs.is_sampled[:num_rows] = is_sampled
+    inputs.write_from[:num_rows] = [request.num_shared for request in requests]
+    inputs.prompt_len[:num_rows] = [len(request.prompt_token_ids) for request in requests]
+    inputs.kv_len[:num_rows] = starts
+    inputs.kv_len[:num_rows] += np.asarray(num_tokens, np.int32)
     np.cumsum(num_tokens, out=inputs.q_start[1 : num_rows + 1])
     inputs.q_start[num_rows + 1 :] = inputs.q_start[num_rows]
-    starts = np.fromiter((row.start for row in rows), np.int32, num_rows)
-    inputs.kv_len[:num_rows] = starts + num_tokens
-    inputs.row_slot[:num_rows] = [row.slot for row in rows]
-    inputs.is_sampled[:num_rows] = [row.is_sampled for row in rows]
-    inputs.write_from[:num_rows] = [row.request.num_shared for row in rows]
-    inputs.prompt_len[:num_rows] = [len(row.request.prompt_token_ids) for row in rows]
 
-    num_decodes = sum(1 for row in rows if row.num_tokens == 1)  # they come first
-    inputs.token_ids[:num_decodes] = [_one_token(row) for row in rows[:num_decodes]]
+    num_decodes = num_tokens.count(1)  # they come first
+    decodes = zip(requests[:num_decodes], starts, strict=False)
+    inputs.token_ids[:num_decodes] = [request.token_id(at, ON_DEVICE) for request, at in decodes]
     for i in range(num_decodes, num_rows):
         row, at = rows[i], inputs.q_start[i]
         ids = row.request.token_ids(row.start, row.start + row.num_tokens)
@@ -98,22 +99,13 @@ def build(plan: Plan, shape: StepShape, num_slots: int) -> np.ndarray:
         ):
             section[: len(plan.entries)] = values
 
-    asking = [i for i, row in enumerate(rows) if row.request.params.prompt_logprobs is not None]
+    asking = [i for i, r in enumerate(requests) if r.params.prompt_logprobs is not None]
     if asking:
         inputs.wants_prompt_logprobs[0] = 1
         for i in asking:
             targets = _targets(rows[i].request, rows[i])
             inputs.target_ids[inputs.q_start[i] : inputs.q_start[i] + len(targets)] = targets
     return packed
-
-
-def _one_token(row: Row) -> int:
-    request, at = row.request, row.start
-    P = len(request.prompt_token_ids)
-    if at < P:
-        return request.prompt_token_ids[at]
-    at -= P
-    return request.output_token_ids[at] if at < len(request.output_token_ids) else ON_DEVICE
 
 
 def _targets(request: Request, row: Row) -> list[int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import codecs
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from jaxinfer.tokenizer import Tokenizer
 
@@ -26,27 +26,35 @@ class IncrementalDetokenizer:
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
+        self._texts = tokenizer.texts(skip_special_tokens=skip_special_tokens)
         self._strip_next_space = tokenizer.strips_leading_space
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        # Whether a token's text depends on what came before: the start, or half a character.
+        self._needs_bytes = self._strip_next_space
 
     def push(self, token_id: int) -> str:
         """The text that became certain with this token, often empty."""
+        if not self._needs_bytes and 0 <= token_id < len(self._texts):
+            text = self._texts[token_id]
+            if text is not None:
+                return text
         data = self._tokenizer.bytes_of(token_id, skip_special_tokens=self._skip_special_tokens)
         if self._strip_next_space and data:
             data = data.removeprefix(b" ")
             self._strip_next_space = False
-        return self._utf8.decode(data)
+        text = self._utf8.decode(data)
+        self._needs_bytes = self._strip_next_space or bool(self._utf8.getstate()[0])
+        return text
 
     def finish(self) -> str:
         """U+FFFD for a character that never became complete, else nothing; then starts over."""
         tail = self._utf8.decode(b"", final=True)
         self._utf8.reset()
-        self._strip_next_space = self._tokenizer.strips_leading_space
+        self._strip_next_space = self._needs_bytes = self._tokenizer.strips_leading_space
         return tail
 
 
-@dataclass(frozen=True)
-class TextDelta:
+class TextDelta(NamedTuple):
     """Text to send on, and the stop string that ended the output with it, if one did."""
 
     text: str
@@ -107,6 +115,11 @@ class StopStringMatcher:
         return self._next[state][char]
 
     @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing to watch for."""
+        return len(self._next) == 1
+
+    @property
     def has_matched(self) -> bool:
         """Whether a stop string is complete: the output has ended."""
         return self._matched is not None
@@ -118,7 +131,7 @@ class StopStringMatcher:
         """
         if self._matched is not None:
             raise ValueError(f"text after the stop string {self._matched!r}: the output has ended")
-        if len(self._next) == 1:
+        if self.is_idle:
             return TextDelta(text)
         for position, char in enumerate(text, 1):
             self._state = self._step(self._state, char)
@@ -154,6 +167,7 @@ class TextStream:
             tokenizer, skip_special_tokens=skip_special_tokens
         )
         self._matcher = StopStringMatcher(stop, include_in_output=include_stop_str_in_output)
+        self._watches = not self._matcher.is_idle
 
     @property
     def has_stopped(self) -> bool:
@@ -167,7 +181,7 @@ class TextStream:
         begin in it); they must come before the first watched one.
         """
         text = self._detokenizer.push(token_id)
-        return self._matcher.push(text) if is_watched else TextDelta(text)
+        return self._matcher.push(text) if self._watches and is_watched else TextDelta(text)
 
     def finish(self) -> TextDelta:
         """All that was held back, once the tokens have ended for another reason than a stop."""

@@ -11,7 +11,6 @@ an engine (the serving loop, or the caller of `LLM`).
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from absl import logging
 
+from jaxinfer.admission import Admissible, InvalidRequestError, Limits
 from jaxinfer.config import EngineConfig
 from jaxinfer.detokenizer import TextStream
 from jaxinfer.models.functional import FunctionalModel, Weights
@@ -32,12 +32,9 @@ from jaxinfer.runner import Runner
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.sampling_slots import pack_extras, pack_scalars
 from jaxinfer.scheduler import Plan, Scheduler
+from jaxinfer.stats import EngineStats, StepStats
 from jaxinfer.step import Admission, StepOutput
 from jaxinfer.tokenizer import Tokenizer
-
-
-class InvalidRequestError(ValueError):
-    """A request refused at admission; names the value, the limit and the way out."""
 
 
 class Update(NamedTuple):
@@ -47,16 +44,6 @@ class Update(NamedTuple):
     token_ids: list[int]  # new ones
     text: str  # new text: whole characters, never part of a stop string
     finish_reason: FinishReason | None
-
-
-@dataclasses.dataclass
-class StepStats:
-    """Of the last step: sizes, and seconds by the host's clock."""
-
-    num_rows: int = 0
-    num_tokens: int = 0
-    total_s: float = 0.0
-    wait_s: float = 0.0  # blocked on the device
 
 
 class _InFlight(NamedTuple):
@@ -104,8 +91,17 @@ class Engine:
             max_tokens=config.scheduler.max_tokens,
             max_rows=config.scheduler.max_rows,
         )
-        self.stats = StepStats()
+        self.limits = Limits(
+            model.config.vocab_size,
+            self.max_len,
+            self.pool.num_pages,
+            self.pool.page_size,
+            tokenizer,
+        )
+        self.last_step = StepStats()
         self.num_generated = 0  # tokens handed out since the start
+        self.num_computed = 0  # tokens that steps have run through the model
+        self.num_steps = 0
         self._requests: dict[str, Request] = {}
         self._streams: dict[str, TextStream] = {}
         self._unreported: list[Update] = []  # ended outside a step
@@ -122,6 +118,25 @@ class Engine:
     def num_requests(self) -> int:
         """Requests that have not ended."""
         return len(self._requests)
+
+    @property
+    def stats(self) -> EngineStats:
+        """A snapshot: immutable, so another thread may read it."""
+        return EngineStats(
+            num_running=len(self.scheduler.running),
+            num_waiting=len(self.scheduler.waiting),
+            num_pages=self.pool.num_pages,
+            num_owned_pages=self.pool.num_owned,
+            num_cached_pages=self.pool.num_cached,
+            num_steps=self.num_steps,
+            num_computed=self.num_computed,
+            num_generated=self.num_generated,
+            num_shared=self.scheduler.num_shared_tokens,
+            num_preemptions=self.scheduler.num_preemptions,
+            num_compiled=self.runner.num_compiled,
+            num_late_compiles=self.runner.num_late_compiles,
+            last_step=self.last_step,
+        )
 
     def warm_up(self, on_progress: Callable[[str], None] = lambda program: None) -> None:
         """Compile every program that serving needs."""
@@ -146,16 +161,14 @@ class Engine:
         base_id = request_id if request_id is not None else self._new_id()
         names = [base_id if i == 0 else f"{base_id}#{i}" for i in range(params.n)]
         if taken := [name for name in names if name in self._requests]:
-            raise InvalidRequestError(f"request id {taken[0]!r} is in use; choose another")
-        if not isinstance(priority, int):
-            raise InvalidRequestError(f"priority is {priority!r}; it must be a whole number")
-        if priority and self.config.scheduler.policy != "priority":
             raise InvalidRequestError(
-                f"priority is {priority}, which the policy {self.config.scheduler.policy} does not "
-                "know; set scheduler.policy=priority"
+                f"request id {taken[0]!r} is in use; choose another", "request_id"
             )
-        max_len, bad_word_ids = self._check(prompt_token_ids, params)
+        max_len, bad_word_ids = self.check(prompt_token_ids, params, priority=priority)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(32)
+        stop_token_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_token_ids |= self.eos_token_ids
         requests = []
         for i, name in enumerate(names):
             request = Request(
@@ -168,15 +181,31 @@ class Engine:
                 priority=priority,
                 cache_root=self._cache_root(params, max_len, cache_salt),
                 bad_word_ids=bad_word_ids,
+                stop_token_ids=stop_token_ids,
             )
             self._num_added += 1
             requests.append(request)
             self._start(request)
         return requests
 
-    def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
-        """Raise the `InvalidRequestError` that `add` would; nothing is queued."""
-        self._check(prompt_token_ids, params)
+    def check(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, *, priority: int = 0
+    ) -> Admissible:
+        """Raise the `InvalidRequestError` that `add` would, but for a request id in use.
+
+        Nothing is queued; any thread may call this.
+        """
+        if not isinstance(priority, int):
+            raise InvalidRequestError(
+                f"priority is {priority!r}; it must be a whole number", "priority"
+            )
+        if priority and self.config.scheduler.policy != "priority":
+            raise InvalidRequestError(
+                f"priority is {priority}, which the policy {self.config.scheduler.policy} does not "
+                "know; set scheduler.policy=priority",
+                "priority",
+            )
+        return self.limits.check(prompt_token_ids, params)
 
     def abort(self, request_id: str) -> bool:
         """End a request now; its pages are free at once. False if it is unknown or has ended."""
@@ -200,7 +229,7 @@ class Engine:
         computed again from the tokens read so far, and yields the same ones.
         """
         start = time.perf_counter()
-        self.stats.wait_s = 0.0
+        self._wait_s = 0.0
         try:
             plan = self.scheduler.schedule()
             started = self._dispatch(plan) if plan.rows else None
@@ -215,8 +244,11 @@ class Engine:
             raise
         if self.config.check_every_step:
             self.scheduler.check()
-        self.stats.num_rows, self.stats.num_tokens = len(plan.rows), plan.num_tokens
-        self.stats.total_s = time.perf_counter() - start
+        num_tokens = plan.num_tokens
+        self.num_steps += 1
+        self.num_computed += num_tokens
+        total_s = time.perf_counter() - start
+        self.last_step = StepStats(len(plan.rows), num_tokens, total_s, self._wait_s)
         updates, self._unreported = self._unreported, []
         return updates
 
@@ -253,6 +285,8 @@ class Engine:
     def _dispatch(self, plan: Plan) -> _InFlight:
         for request in plan.admitted:
             assert request.slot is not None
+            if request.started_at is None:
+                request.started_at = time.monotonic()
             about = {"eos_token_ids": self.eos_token_ids, "bad_word_ids": request.bad_word_ids}
             ints, floats = pack_scalars(
                 request.params, seed=request.seed, prompt_len=request.prompt_len, **about
@@ -271,46 +305,39 @@ class Engine:
         """Read a step's tokens and hand them to their requests; updates go to `_unreported`."""
         start = time.perf_counter()
         tokens = np.asarray(step.output.sampled.tokens).tolist()
-        self.stats.wait_s += time.perf_counter() - start
+        self._wait_s += time.perf_counter() - start
         reports = Reports(step.output)
         updates = self._unreported
+        page_size = self.pool.page_size
         at = 0  # the row's first token in the step
         for i, row in enumerate(step.plan.rows):
-            request = row.request
-            request.num_pending -= row.is_sampled
-            if not request.is_finished:
+            request, _, start, num_tokens, is_sampled = row
+            if request.finish_reason is None:
                 if request.params.prompt_logprobs is not None:
                     reports.add_prompt_logprobs(row, at)
                 # A decode fills a page every `page_size` tokens only.
-                is_decode = row.is_sampled and row.num_tokens == 1
-                if not is_decode or request.num_read % self.pool.page_size <= 1:
+                if num_tokens > 1 or (start + 1) % page_size <= 1 or not is_sampled:
                     self.scheduler.register_pages(request)
-                if row.is_sampled:
+                if is_sampled:
                     updates.append(self._accept(request, tokens[i], reports, i))
                 elif row.end >= request.max_len - 1:  # max_tokens 0: nothing to sample
                     self.scheduler.finish(request, FinishReason.LENGTH)
                     updates.append(self._end(request, [], ""))
-            at += row.num_tokens
+            at += num_tokens
 
     def _accept(self, request: Request, token_id: int, reports: Reports, row: int) -> Update:
         """One new token of a request; ends it where it says so."""
         params = request.params
-        request.output_token_ids.append(token_id)
+        request.read(token_id)
         self.num_generated += 1
         if params.logprobs is not None:
             reports.add_logprobs(request, row)
-        num_output = len(request.output_token_ids)
+        may_stop = len(request.output_token_ids) >= params.min_tokens
         stream = self._streams.get(request.id)
-        text, is_stopped = "", False
+        text, stop = "", None
         if stream is not None:
-            delta = stream.push(token_id, is_watched=num_output >= params.min_tokens)
-            text, is_stopped = delta.text, delta.stop is not None
-        is_eos = token_id in self.eos_token_ids and not params.ignore_eos
-        is_stop_token = is_eos or token_id in params.stop_token_ids
-        if is_stop_token and num_output >= params.min_tokens:
-            request.stop_token_id = token_id
-            is_stopped = True
-        if is_stopped:
+            text, stop = stream.push(token_id, is_watched=may_stop)
+        if stop is not None or (may_stop and token_id in request.stop_token_ids):
             self.scheduler.finish(request, FinishReason.STOP)
         elif request.num_read >= request.max_len:
             self.scheduler.finish(request, FinishReason.LENGTH)
@@ -333,66 +360,3 @@ class Engine:
         if params.prompt_logprobs is not None or (limit is not None and max_len > limit):
             return None
         return root_key(salt, self.name, str(self.runner.cache_dtype))
-
-    def _check(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams
-    ) -> tuple[int, tuple[tuple[int, ...], ...]]:
-        """The request's `max_len` and its bad words as token ids, or `InvalidRequestError`."""
-        if isinstance(prompt_token_ids, str | bytes):
-            raise InvalidRequestError("the prompt must be token ids; LLM takes text")
-        vocab_size, prompt_len = self.model.config.vocab_size, len(prompt_token_ids)
-        if not prompt_len:
-            raise InvalidRequestError("the prompt is empty; it needs at least one token")
-        for position, token_id in enumerate(prompt_token_ids):
-            is_int = isinstance(token_id, int | np.integer) and not isinstance(token_id, bool)
-            if not is_int or not 0 <= token_id < vocab_size:
-                raise InvalidRequestError(
-                    f"prompt token {token_id!r} at position {position} is outside the vocabulary "
-                    f"[0, {vocab_size})"
-                )
-        room = self.max_len - prompt_len
-        if room < (0 if params.max_tokens == 0 else 1):
-            raise InvalidRequestError(
-                f"the prompt has {prompt_len} tokens; the context holds {self.max_len} and the "
-                "output needs at least one: shorten the prompt or raise max_len"
-            )
-        max_len = prompt_len + min(room, room if params.max_tokens is None else params.max_tokens)
-        max_len = self._fit_pool(prompt_len, max_len, params)
-        bad_word_ids = self._bad_word_ids(params)
-        if params.stop and self.tokenizer is None:
-            raise InvalidRequestError(
-                "stop strings need a tokenizer, and this engine has none; use stop_token_ids"
-            )
-        try:
-            params.check(vocab_size, bad_word_ids)
-        except ValueError as error:
-            raise InvalidRequestError(str(error)) from error
-        return max_len, bad_word_ids
-
-    def _fit_pool(self, prompt_len: int, max_len: int, params: SamplingParams) -> int:
-        """`max_len`, cut to the pool where `max_tokens` leaves it open, else refused over it."""
-        capacity = self.pool.num_pages * self.pool.page_size + 1  # the last token is never cached
-        if max_len <= capacity:
-            return max_len
-        if params.max_tokens is None and prompt_len < capacity:
-            return capacity
-        raise InvalidRequestError(
-            f"the request may grow to {max_len} tokens ({prompt_len} of the prompt); the cache "
-            f"holds {capacity} ({self.pool.num_pages} pages of {self.pool.page_size}): lower "
-            "max_tokens, shorten the prompt or raise cache.num_pages"
-        )
-
-    def _bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Each word's token ids, as it stands at the start of a text and after a space."""
-        if not params.bad_words:
-            return ()
-        if self.tokenizer is None:
-            raise InvalidRequestError("bad_words need a tokenizer, and this engine has none")
-        sequences = {}
-        for word in params.bad_words:
-            for text in (word, " " + word.lstrip()):
-                ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
-                if not ids:
-                    raise InvalidRequestError(f"bad_words: {word!r} has no tokens; leave it out")
-                sequences[ids] = None
-        return tuple(sequences)

@@ -16,8 +16,9 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxinfer import compilation_cache
+from jaxinfer.admission import InvalidRequestError
 from jaxinfer.config import EngineConfig
-from jaxinfer.engine import Engine, InvalidRequestError
+from jaxinfer.engine import Engine
 from jaxinfer.loading import open_checkpoint
 from jaxinfer.loading.assign import functional_model, load_weights
 from jaxinfer.loading.checkpoint import GenerationDefaults
@@ -128,14 +129,7 @@ class LLM:
 
     def default_params(self, **changes: Any) -> SamplingParams:
         """The checkpoint's own generation defaults where it has any, then `changes`."""
-        defaults = {
-            name: value
-            for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-            if (value := getattr(self.generation, name)) is not None
-        }
-        if self.generation.do_sample is False:
-            defaults["temperature"] = 0.0
-        return SamplingParams(**{**defaults, **changes})
+        return self.generation.sampling_params(**changes)
 
     def generate(
         self,

@@ -6,7 +6,8 @@ import dataclasses
 import os
 from typing import Any
 
-from jaxinfer.config import CacheConfig, ConfigError
+from jaxinfer.config import CacheConfig
+from jaxinfer.options import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import jax
 
-from jaxinfer.config import ConfigError, EngineConfig
+from jaxinfer.config import EngineConfig
 from jaxinfer.kernels.paged_attention import BACKENDS
 from jaxinfer.nn.layers import Numerics
+from jaxinfer.options import ConfigError
 
 
 def numerics_for(config: EngineConfig) -> Numerics:

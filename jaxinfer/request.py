@@ -8,7 +8,7 @@ reads it). Every step, computed catches up with known. Nobody else subtracts the
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from jaxinfer.sampling_params import SamplingParams
@@ -46,6 +46,7 @@ class Request:
         priority: int = 0,
         cache_root: bytes | None = None,
         bad_word_ids: Sequence[Sequence[int]] = (),
+        stop_token_ids: Collection[int] = (),
     ):
         self.id = request_id
         self.prompt_token_ids = list(prompt_token_ids)
@@ -56,14 +57,18 @@ class Request:
         self.priority = priority  # smaller is served first, under the priority policy
         self.cache_root = cache_root  # start of its prefix-cache keys; None: it shares nothing
         self.bad_word_ids = tuple(tuple(word) for word in bad_word_ids)
+        self.stop_token_ids = stop_token_ids  # its own and the model's end-of-text, if they end it
 
         self.output_token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: dict[int, TokenLogprobs] = {}  # by position; none for position 0
         self.finish_reason: FinishReason | None = None
-        self.stop_token_id: int | None = None  # the stop token that ended it, end-of-text included
 
-        self.num_pending = 0  # tokens sampled by a step whose output is not yet read
+        self.started_at: float | None = None  # when it was first admitted, by the monotonic clock
+        self.num_cached = 0  # prompt tokens that the prefix cache spared when it was first admitted
+
+        self.num_known = len(self.prompt_token_ids)
+        self.num_pending = 0  # of the known: sampled by a step whose output is not yet read
         self.num_computed = 0
         self.num_shared = 0  # leading tokens in pages shared at admission: read, never written
         self.num_preemptions = 0
@@ -85,28 +90,47 @@ class Request:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     @property
-    def num_known(self) -> int:
-        return len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_pending
-
-    @property
     def num_to_compute(self) -> int:
         """Known tokens that get computed at all: the last token of a full request never is."""
-        known = len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_pending
-        return min(known, self.max_len - 1)
+        return min(self.num_known, self.max_len - 1)
 
     @property
     def num_remaining(self) -> int:
         """Known tokens still to compute."""
-        return self.num_to_compute - self.num_computed
+        known, most = self.num_known, self.max_len - 1  # this runs for every row of every step
+        return (known if known < most else most) - self.num_computed
 
-    def samples_after(self, num_tokens: int) -> bool:
-        """Whether computing `num_tokens` more yields a new token."""
-        return self.num_computed + num_tokens == self.num_known < self.max_len
+    def plan(self, num_tokens: int) -> bool:
+        """Count `num_tokens` more as computed, by the step being planned; whether that yields a new
+        token."""
+        self.num_computed += num_tokens
+        is_sampled = self.num_computed == self.num_known < self.max_len
+        if is_sampled:
+            self.num_pending += 1
+            self.num_known += 1
+        return is_sampled
+
+    def read(self, token_id: int) -> None:
+        """The oldest pending token has become known to the host."""
+        self.num_pending -= 1
+        self.output_token_ids.append(token_id)
+
+    def drop_pending(self) -> None:
+        """What was sampled and not read is lost; it will be sampled again."""
+        self.num_known -= self.num_pending
+        self.num_pending = 0
 
     def forget_pages(self) -> None:
         """Nothing is computed any more: its pages have been given back."""
         self.num_computed = self.num_shared = 0
         self.pages, self.page_keys = [], []
+
+    def token_id(self, position: int, unknown: int) -> int:
+        """The id at a position, `unknown` where it is still on the device."""
+        output, position = self.output_token_ids, position - len(self.prompt_token_ids)
+        if position < 0:
+            return self.prompt_token_ids[position]
+        return output[position] if position < len(output) else unknown
 
     def token_ids(self, start: int, stop: int) -> list[int]:
         """Known ids at positions [start, stop); fewer where they are still on the device."""

@@ -1,9 +1,9 @@
 """What one request asks of sampling: a frozen, checked dataclass that imports no array library.
 
 `SamplingParams` checks what can be known without a model, as soon as it is built; `check` checks
-what needs the vocabulary, at admission. Both raise one `ValueError` that lists every problem, each
-with the field, its value and the limit. The `MAX_*` constants are also the shapes of the per-slot
-device state in `jaxinfer.sampling_slots`.
+what needs the vocabulary, at admission. Both raise one `SamplingParamsError` that lists every
+problem, each with the field, its value and the limit. The `MAX_*` constants are also the shapes of
+the per-slot device state in `jaxinfer.sampling_slots`.
 """
 
 import math
@@ -20,6 +20,14 @@ MAX_SAMPLES = 128  # completions of one prompt (n)
 MAX_INT32 = 2**31 - 1
 MAX_SEED = 2**32 - 1  # one 32-bit word is folded into the key
 MAX_SCALE = 1e6  # temperature and repetition penalty stay in [1 / MAX_SCALE, MAX_SCALE]
+
+
+class SamplingParamsError(ValueError):
+    """Every problem of a `SamplingParams` at once. `field` names the first field at fault."""
+
+    def __init__(self, problems: Sequence[tuple[str, str]]):
+        super().__init__(f"sampling parameters: {'; '.join(text for _, text in problems)}")
+        self.field = problems[0][0]
 
 
 class FrozenMapping(Mapping[int, float]):
@@ -53,8 +61,8 @@ class SamplingParams:
 
     Collections are stored as tuples (`logit_bias` as a `FrozenMapping`) and numbers as plain int
     and float, so an object is hashable and safe to share between requests and threads. Raises
-    `ValueError` with every problem of the object at once; wrong types, booleans given as numbers,
-    NaN and infinity are such problems.
+    `SamplingParamsError` with every problem of the object at once; wrong types, booleans given as
+    numbers, NaN and infinity are such problems.
     """
 
     temperature: float = 1.0  # 0: greedy
@@ -104,7 +112,8 @@ class SamplingParams:
         bounds_are_sound = not norm.problems.keys() & {"min_tokens", "max_tokens"}
         if bounds_are_sound and self.max_tokens is not None and self.min_tokens > self.max_tokens:
             norm.refuse("min_tokens", f"at most max_tokens={self.max_tokens}")
-        _raise_all(list(norm.problems.values()))
+        if norm.problems:
+            raise SamplingParamsError(list(norm.problems.items()))
 
     @property
     def is_greedy(self) -> bool:
@@ -115,9 +124,9 @@ class SamplingParams:
         """Check what needs the model: ids against the vocabulary, sizes against the device state.
 
         `bad_word_ids` are the token sequences of `bad_words` (one word may have several). Raises
-        `ValueError` listing every id out of range and every capacity exceeded.
+        `SamplingParamsError` listing every id out of range and every capacity exceeded.
         """
-        problems: list[str] = []
+        problems: list[tuple[str, str]] = []
         groups = [
             ("logit_bias", self.logit_bias or ()),
             ("allowed_token_ids", self.allowed_token_ids or ()),
@@ -127,27 +136,27 @@ class SamplingParams:
         for name, ids in groups:
             wrong = [i for i in ids if not 0 <= i < vocab_size]
             if wrong:
-                problems.append(
-                    f"{name}: token ids {_shorten(wrong)} are outside the vocabulary "
-                    f"[0, {vocab_size})"
-                )
+                text = f"token ids {_shorten(wrong)} are outside the vocabulary [0, {vocab_size})"
+                problems.append((name, f"{name}: {text}"))
         if len(self.logit_bias or ()) > MAX_LOGIT_BIAS:
-            problems.append(
+            text = (
                 f"logit_bias has {len(self.logit_bias or ())} entries; the limit is "
                 f"{MAX_LOGIT_BIAS} (to permit a set of tokens, use allowed_token_ids)"
             )
+            problems.append(("logit_bias", text))
         num_sequences = max(len(self.bad_words), len(bad_word_ids))
         if num_sequences > MAX_BAD_WORDS:
-            problems.append(
-                f"bad_words needs {num_sequences} token sequences; the limit is {MAX_BAD_WORDS}"
-            )
+            text = f"bad_words needs {num_sequences} token sequences; the limit is {MAX_BAD_WORDS}"
+            problems.append(("bad_words", text))
         for ids in bad_word_ids:
             if not 0 < len(ids) <= MAX_BAD_WORD_LEN:
-                problems.append(
+                text = (
                     f"bad_words: a word is {len(ids)} tokens long ({_shorten(ids)}); "
                     f"it must be 1 to {MAX_BAD_WORD_LEN}"
                 )
-        _raise_all(problems)
+                problems.append(("bad_words", text))
+        if problems:
+            raise SamplingParamsError(problems)
 
 
 class _Normalizer:
@@ -256,8 +265,3 @@ def _as_list(value: object) -> list | None:
 def _shorten(value: object, limit: int = 80) -> str:
     text = repr(value)
     return text if len(text) <= limit else f"{text[:limit]}..."
-
-
-def _raise_all(problems: Sequence[str]) -> None:
-    if problems:
-        raise ValueError(f"sampling parameters: {'; '.join(problems)}")

@@ -52,7 +52,7 @@ class Plan(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        return sum(row.num_tokens for row in self.rows)
+        return sum([row.num_tokens for row in self.rows])
 
 
 class Scheduler:
@@ -83,14 +83,12 @@ class Scheduler:
     def schedule(self) -> Plan:
         """Plan a step and count its tokens as computed. Pages and slots are taken here."""
         plan = Plan([], [], [], [])
-        budget = self._run(plan)
+        chunks: list[Row] = []  # rows of several tokens: they come after the decodes
+        budget = self._run(plan, chunks)
         if not plan.preempted:
-            self._admit(plan, budget)
+            self._admit(plan, chunks, budget)
+        plan.rows.extend(chunks)
         self.policy.planned(len(self.waiting))
-        plan.rows.sort(key=lambda row: row.num_tokens > 1)  # stable: decodes first
-        for row in plan.rows:
-            row.request.num_computed += row.num_tokens
-            row.request.num_pending += row.is_sampled
         return plan
 
     def finish(self, request: Request, reason: FinishReason) -> None:
@@ -110,7 +108,7 @@ class Scheduler:
         """Let `requests` wait with nothing computed and every slot be free; so must the pool be."""
         for request in requests:
             request.slot = None
-            request.num_pending = 0
+            request.drop_pending()
             request.forget_pages()
         self.running = []
         self.waiting = sorted(requests, key=self.policy.order)
@@ -145,27 +143,28 @@ class Scheduler:
         slots = [r.slot for r in self.running] + self._free_slots
         assert len(slots) == len(set(slots)), "a slot is used twice"
 
-    def _run(self, plan: Plan) -> int:
+    def _run(self, plan: Plan, chunks: list[Row]) -> int:
         """Rows for the running requests; returns what is left of the budget."""
-        todo = [(request, request.num_remaining) for request in self.running]
+        page_size = self.pool.page_size
+        running = self.running.copy()  # preemption takes from it
+        todo = [request.num_remaining for request in running]
         budget = self.max_tokens
-        chunk_budget = max(0, budget - sum(1 for _, remaining in todo if remaining == 1))
-        for request, remaining in todo:
+        chunk_budget = max(0, budget - todo.count(1))
+        for request, remaining in zip(running, todo, strict=True):
             num_tokens = min(remaining, budget if remaining == 1 else chunk_budget)
             if request.slot is None or num_tokens <= 0:  # preempted a moment ago, or waiting
                 continue
-            if not self._grow(request, num_tokens, plan):
+            is_full = request.num_computed + num_tokens > len(request.pages) * page_size
+            if is_full and not self._grow(request, num_tokens, plan):
                 continue
             budget -= num_tokens
             chunk_budget -= num_tokens if remaining > 1 else 0
-            self._add_row(request, num_tokens, plan)
+            (plan.rows if num_tokens == 1 else chunks).append(_row(request, num_tokens))
         return budget
 
     def _grow(self, request: Request, num_tokens: int, plan: Plan) -> bool:
         """Pages for `num_tokens` more, preempting others if need be; False: it was preempted."""
         num_needed = self.pool.pages_for(request.num_computed + num_tokens) - len(request.pages)
-        if num_needed <= 0:
-            return True
         while (new_pages := self.pool.allocate(num_needed)) is None:
             victim = self.running[-1]
             self._preempt(victim, plan)
@@ -186,7 +185,7 @@ class Scheduler:
         self.add(request)
         plan.preempted.append(request)
 
-    def _admit(self, plan: Plan, budget: int) -> None:
+    def _admit(self, plan: Plan, chunks: list[Row], budget: int) -> None:
         while self.waiting and self._free_slots and budget > 0:
             request = self.waiting[0]
             # A preempted request's last token may still be on the device: one step's patience.
@@ -210,9 +209,11 @@ class Scheduler:
             bisect.insort(self.running, request, key=self.policy.order)
             self.policy.admitted()
             self.num_shared_tokens += request.num_computed
+            if request.num_preemptions == 0:
+                request.num_cached = request.num_computed
             budget -= num_tokens
             plan.admitted.append(request)
-            self._add_row(request, num_tokens, plan)
+            (plan.rows if num_tokens == 1 else chunks).append(_row(request, num_tokens))
 
     def _share_prefix(self, request: Request) -> None:
         """Start from cached pages. At least one token is computed: the last one, for its logits."""
@@ -227,15 +228,16 @@ class Scheduler:
         self.pool.release(request.pages)
         request.forget_pages()
 
-    def _add_row(self, request: Request, num_tokens: int, plan: Plan) -> None:
-        assert request.slot is not None
-        is_sampled = request.samples_after(num_tokens)
-        row = Row(request, request.slot, request.num_computed, num_tokens, is_sampled)
-        plan.rows.append(row)
-
     def _give_back(self, request: Request) -> None:
         assert request.slot is not None
         self._free_slots.append(request.slot)
         request.slot = None
         self.pool.release(request.pages)
         request.forget_pages()
+
+
+def _row(request: Request, num_tokens: int) -> Row:
+    """Its share of the step being planned, counted as computed."""
+    assert request.slot is not None
+    start = request.num_computed
+    return Row(request, request.slot, start, num_tokens, request.plan(num_tokens))

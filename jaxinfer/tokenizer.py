@@ -11,6 +11,7 @@ spaces of the first token, this one a single leading space.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import tokenizers
@@ -98,6 +99,20 @@ class Tokenizer:
             return b""
         return self._token_bytes[token_id]
 
+    def texts(self, *, skip_special_tokens: bool = True) -> Sequence[str | None]:
+        """Every token's text, before any leading space is stripped; None where its bytes are not
+        whole characters. Made once."""
+        return self._texts if skip_special_tokens else self._texts_with_special
+
+    @cached_property
+    def _texts(self) -> list[str | None]:
+        special = self.special_token_ids
+        return ["" if i in special else text for i, text in enumerate(self._texts_with_special)]
+
+    @cached_property
+    def _texts_with_special(self) -> list[str | None]:
+        return [_whole_characters(data) for data in self._token_bytes]
+
     def id_to_token(self, token_id: int) -> str | None:
         """The vocabulary's own spelling of a token, `None` if there is no such token."""
         return self._backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
@@ -132,3 +147,10 @@ class Tokenizer:
         """Token ids of the templated messages; the template writes the special tokens itself."""
         prompt = self.apply_chat_template(messages, **variables)
         return self.encode(prompt, add_special_tokens=False)
+
+
+def _whole_characters(data: bytes) -> str | None:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        return None

@@ -14,12 +14,13 @@ import numpy as np
 from tiny_checkpoints import write_checkpoint
 
 from jaxinfer import kv_cache
-from jaxinfer.config import EngineConfig, from_mapping, merge
+from jaxinfer.config import EngineConfig, from_mapping
 from jaxinfer.engine import Engine, Update
 from jaxinfer.loading import open_checkpoint
 from jaxinfer.loading.assign import functional_model, load_weights
 from jaxinfer.models.functional import FunctionalModel, Weights
 from jaxinfer.nn.layers import Numerics
+from jaxinfer.options import merge
 from jaxinfer.request import Request
 
 PAGE_SIZE = 16

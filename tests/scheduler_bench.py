@@ -57,11 +57,10 @@ class Bench:
     def commit(self, plan: Plan) -> None:
         for row in plan.rows:
             request = row.request
-            request.num_pending -= row.is_sampled
             if request.is_finished:
                 continue
             if row.is_sampled:
-                request.output_token_ids.append(TOKEN)
+                request.read(TOKEN)
             self.scheduler.register_pages(request)
             if request.num_read >= request.max_len:
                 self.scheduler.finish(request, FinishReason.LENGTH)

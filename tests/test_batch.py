@@ -27,6 +27,7 @@ def make_request(prompt: Sequence[int], output: Sequence[int] = (), **fields) ->
     params = SamplingParams(prompt_logprobs=prompt_logprobs)
     request = Request("r", prompt, params, max_len=100, seed=0, arrival=0)
     request.output_token_ids = list(output)
+    request.num_known = request.num_read + fields.get("num_pending", 0)
     for name, value in fields.items():
         setattr(request, name, value)
     return request
@@ -231,9 +232,8 @@ def _check_step(scheduler: Scheduler, config: EngineConfig) -> None:
         assert found == known[planned.start : planned.end]
     for planned in plan.rows:
         request = planned.request
-        request.num_pending -= planned.is_sampled
         if planned.is_sampled:
-            request.output_token_ids.append(len(request.output_token_ids) % 2)
+            request.read(len(request.output_token_ids) % 2)
         scheduler.register_pages(request)
         if request.num_read >= request.max_len:
             scheduler.finish(request, FinishReason.LENGTH)

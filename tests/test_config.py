@@ -16,16 +16,14 @@ from hypothesis import strategies as st
 import jaxinfer
 from jaxinfer.config import (
     CacheConfig,
-    ConfigError,
     EngineConfig,
     SchedulerConfig,
     from_mapping,
     load_config,
     load_preset,
-    merge,
-    parse_overrides,
     preset_names,
 )
+from jaxinfer.options import ConfigError, merge, parse_overrides
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 

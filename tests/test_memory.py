@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxinfer.memory
-from jaxinfer.config import CacheConfig, ConfigError
+from jaxinfer.config import CacheConfig
 from jaxinfer.memory import MemoryPlan, device_limit, free_host_bytes, plan_pages
+from jaxinfer.options import ConfigError
 
 PLENTY = 10**9  # tokens that all rows together could use
 

@@ -15,8 +15,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from jaxinfer.admission import InvalidRequestError
 from jaxinfer.config import from_mapping
-from jaxinfer.engine import Engine, InvalidRequestError, Update
+from jaxinfer.engine import Engine, Update
 from jaxinfer.request import FinishReason, Request
 from jaxinfer.sampling_params import SamplingParams
 

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from jaxinfer.sampling_params import SamplingParams
+
 if TYPE_CHECKING:
     from jaxinfer.tokenizer import Tokenizer
 
@@ -118,6 +120,14 @@ class GenerationDefaults:
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+
+    def sampling_params(self, **changes: Any) -> SamplingParams:
+        """What the checkpoint recommends, then `changes`."""
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if self.do_sample is False:
+            given["temperature"] = 0.0
+        return SamplingParams(**{**given, **changes})
 
 
 @dataclass(frozen=True)
