@@ -1,1 +1,4 @@
-"""The server around an engine. Nothing here yet: use `LLM` or scripts/generate.py."""
+"""The server around an engine: gRPC and OpenAI-compatible HTTP over one engine loop.
+
+scripts/serve.py -> process -> grpc_server, http -> service -> loop -> Engine
+"""

@@ -1,0 +1,82 @@
+"""What goes into the service and what comes out of it, whichever door it takes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jaxinfer.request import FinishReason, TokenLogprobs
+from jaxinfer.sampling_params import SamplingParams
+
+
+@dataclasses.dataclass(frozen=True)
+class Chat:
+    """A conversation, to be put through the model's chat template."""
+
+    messages: Sequence[Mapping[str, Any]]
+
+
+Prompt = str | Sequence[int] | Chat  # text, token ids, or a conversation
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationRequest:
+    """One prompt. `params` is what `Service.params` makes of the fields that the client set."""
+
+    prompt: Prompt
+    params: SamplingParams
+    request_id: str | None = None  # None: the service makes one
+    priority: int = 0  # smaller is served first; needs scheduler.policy=priority
+    cache_salt: str = ""  # requests with different salts share no cached pages
+    timeout_s: float | None = None  # seconds from now until it is given up; None: the server's
+    door: str = ""  # "http" or "grpc": for logs and metrics
+    user: str = ""  # for the log: whom the client names as its user, or the name of its key
+
+
+class Delta(NamedTuple):
+    """What a request brought since the delta before, for one of its `n` samples."""
+
+    index: int
+    text: str  # whole characters, never part of a stop string
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs]  # one a token where `params.logprobs` asks, else empty
+    finish_reason: FinishReason | None  # set in a sample's last delta
+
+    def joined(self, later: Delta) -> Delta:
+        """This delta and the one that follows it as one."""
+        return Delta(
+            self.index,
+            self.text + later.text,
+            self.token_ids + later.token_ids,
+            self.logprobs + later.logprobs,
+            later.finish_reason,
+        )
+
+
+@dataclasses.dataclass
+class Usage:
+    """Tokens of a request so far; output counts all samples."""
+
+    prompt_tokens: int
+    cached_tokens: int = 0  # of the prompt: found in the prefix cache
+    output_tokens: int = 0
+
+
+@dataclasses.dataclass
+class Timing:
+    """Seconds since the service took the request; None: not yet, or never."""
+
+    queue_s: float | None = None  # until the scheduler first admitted it
+    first_token_s: float | None = None
+    total_s: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """A whole answer: `Stream.collect`."""
+
+    samples: list[Delta]  # one a sample, complete, by index
+    prompt_logprobs: list[TokenLogprobs | None] | None  # by position, where asked for
+    usage: Usage
+    timing: Timing

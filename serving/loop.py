@@ -1,0 +1,391 @@
+"""Between asyncio and the engine: one thread owns the engine, the event loop owns the clients.
+
+    door -> EngineLoop.submit -> inbox ==> engine thread: add, step, abort, expire
+    door <- Stream            <- outbox <== one call into the event loop a step
+
+Rules, each with a test:
+
+* **Inbox.** A request is taken while fewer than `scheduler.max_rows + limits.max_waiting` samples
+  are unfinished, and while the prompts still waiting for a first token stay within
+  `limits.max_waiting_tokens`; else it is refused at once (OVERLOADED), before any work.
+* **Outbox.** What a client has not read is joined into one delta a sample, so it grows with tokens
+  alone. A client that leaves more than `limits.max_unread_tokens` of them unread has its request
+  cancelled (SLOW_READER); nobody waits for it.
+* **Leaving.** `Stream.cancel` aborts the request before the next step; its pages are free then.
+* **Deadline.** A timer of the event loop; when it rings the request is aborted before the next
+  step. One that has passed before the engine took the request costs nothing: it is never added.
+* **Death.** If the engine raises in a step, or `fail` is called, every stream ends with that error,
+  and none is taken any more.
+
+All methods are for the event loop's thread, unless said.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from absl import logging
+
+from jaxinfer import Engine, InvalidRequestError
+from jaxinfer.engine import Update
+from jaxinfer.request import Request, TokenLogprobs
+from jaxinfer.serving.config import LimitsConfig
+from jaxinfer.serving.errors import ErrorKind, ServiceError
+from jaxinfer.serving.generation import Delta, GenerationRequest
+from jaxinfer.serving.stream import Stream
+from jaxinfer.stats import EngineStats
+
+
+class _Add(NamedTuple):
+    stream: Stream
+
+
+class _Abort(NamedTuple):
+    stream: Stream
+
+
+class _News(NamedTuple):
+    """What a step brought to a sample; made in the engine's thread."""
+
+    stream: Stream
+    delta: Delta
+    request: Request
+
+
+@dataclasses.dataclass(frozen=True)
+class Observer:
+    """Who wants to know; called in the event loop's thread, and must be quick."""
+
+    on_step: Callable[[EngineStats], None] = lambda stats: None
+    on_delta: Callable[[Stream, Delta], None] = lambda stream, delta: None
+    on_end: Callable[[Stream], None] = lambda stream: None
+
+
+class EngineLoop:
+    """Runs an engine in a thread of its own, for the event loop that `start` is called in.
+
+    `on_death(error)` is called in the event loop when the engine's thread has died.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        limits: LimitsConfig | None = None,
+        *,
+        observers: tuple[Observer, ...] = (),
+        on_death: Callable[[BaseException], None] = lambda error: None,
+    ):
+        self.engine = engine
+        self.limits = limits or LimitsConfig()
+        self.stats = engine.stats  # a snapshot, after the last step
+        self.failure: ServiceError | None = None  # set: nothing is served any more
+        self.is_draining = False
+        self.step_started: float | None = None  # monotonic; for the watchdog. None: between steps
+        self._observers = observers
+        self._on_death = on_death
+        self._max_unfinished = engine.config.scheduler.max_rows + self.limits.max_waiting
+        self._num_unfinished = 0  # samples
+        self._num_waiting_tokens = 0  # of prompts without a first token
+        self._streams: dict[str, Stream] = {}
+        self._ids = itertools.count()
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+
+        self._inbox: collections.deque[_Add | _Abort] = collections.deque()
+        self._has_mail = threading.Event()
+        self._is_stopping = False
+        self._running: dict[str, tuple[Stream, int]] = {}  # engine thread: by the sample's id
+        self._samples: dict[str, list[Request]] = {}  # engine thread: by stream id
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Start the engine's thread; deltas arrive in the running event loop."""
+        self._events = asyncio.get_running_loop()
+        self._thread.start()
+
+    @property
+    def num_streams(self) -> int:
+        """Requests under way."""
+        return len(self._streams)
+
+    @property
+    def is_alive(self) -> bool:
+        return self.failure is None and self._thread.is_alive()
+
+    def check_room(self, num_samples: int = 1) -> None:
+        """Raise what `submit` would for a full queue, before any work is done for the request."""
+        if self.failure is not None:
+            raise self.failure
+        if self.is_draining:
+            raise ServiceError(
+                ErrorKind.UNAVAILABLE,
+                "the server is shutting down; try another, or this one when it is back",
+                retry_after_s=5.0,
+            )
+        if num_samples > self._max_unfinished:
+            raise ServiceError(
+                ErrorKind.INVALID,
+                f"n is {num_samples}; this server takes on {self._max_unfinished} samples at once",
+                field="n",
+            )
+        if self._num_unfinished + num_samples > self._max_unfinished:
+            raise ServiceError(
+                ErrorKind.OVERLOADED,
+                f"{self._num_unfinished} samples are under way, of {self._max_unfinished} that may "
+                f"be (scheduler.max_rows + serving.limits.max_waiting), and {num_samples} more "
+                "were asked for; try again later",
+                retry_after_s=1.0,
+            )
+
+    def submit(self, request: GenerationRequest, prompt_token_ids: list[int]) -> Stream:
+        """Queue a request; raises `ServiceError` at once if it cannot be served."""
+        params = request.params
+        self.check_room(params.n)
+        num_waiting = self._num_waiting_tokens + len(prompt_token_ids)
+        if self._num_waiting_tokens and num_waiting > self.limits.max_waiting_tokens:
+            raise ServiceError(
+                ErrorKind.OVERLOADED,
+                f"{self._num_waiting_tokens} prompt tokens wait and {len(prompt_token_ids)} more "
+                f"would pass serving.limits.max_waiting_tokens "
+                f"({self.limits.max_waiting_tokens}); try again later",
+                retry_after_s=1.0,
+            )
+        try:
+            self.engine.check(prompt_token_ids, params, priority=request.priority)
+        except InvalidRequestError as error:
+            raise ServiceError(ErrorKind.INVALID, str(error), field=error.field) from error
+        request_id = self._id_for(request)
+        timeout_s = self.limits.timeout_s if request.timeout_s is None else request.timeout_s
+        if not timeout_s >= 0:  # NaN too
+            raise ServiceError(
+                ErrorKind.INVALID,
+                f"timeout is {timeout_s}; it must be a number of seconds from 0",
+                field="timeout_s",
+            )
+        deadline = time.monotonic() + min(timeout_s, self.limits.timeout_s)
+        stream = Stream(request, request_id, prompt_token_ids, deadline, on_cancel=self._cancelled)
+        self._streams[request_id] = stream
+        self._num_unfinished += params.n
+        self._num_waiting_tokens += len(prompt_token_ids)
+        self._is_idle.clear()
+        delay = max(0.0, deadline - time.monotonic())
+        stream.timer = self._events.call_later(delay, self._expired, stream)
+        self._post(_Add(stream))
+        return stream
+
+    def end(self, stream: Stream, error: ServiceError) -> None:
+        """End a stream with `error` and abort its request; no effect once it has ended."""
+        if self._forget(stream):
+            stream.fail(error)
+            self._post(_Abort(stream))
+            self._ended(stream)
+
+    def fail(self, error: ServiceError) -> None:
+        """End everything with `error`, and refuse what comes; the thread is left where it is."""
+        if self.failure is None:
+            self.failure = error
+        for stream in list(self._streams.values()):
+            if self._forget(stream):
+                stream.fail(error)
+                self._ended(stream)
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse what comes and let what is under way finish; False: it was cut at the timeout."""
+        self.is_draining = True
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._is_idle.wait()
+            return True
+        except TimeoutError:
+            text = f"the server shut down before the request was done ({timeout_s} s to drain)"
+            for stream in list(self._streams.values()):
+                self.end(stream, ServiceError(ErrorKind.UNAVAILABLE, text, retry_after_s=5.0))
+            return False
+
+    async def stop(self) -> None:
+        """End the engine's thread; what is under way ends as UNAVAILABLE."""
+        self.is_draining = True
+        for stream in list(self._streams.values()):
+            self.end(stream, ServiceError(ErrorKind.UNAVAILABLE, "the server has stopped"))
+        self._is_stopping = True
+        self._has_mail.set()
+        if self.failure is None and self._thread.is_alive():
+            await asyncio.to_thread(self._thread.join)
+
+    def _id_for(self, request: GenerationRequest) -> str:
+        if request.request_id is not None:
+            if request.request_id in self._streams:
+                raise ServiceError(
+                    ErrorKind.IN_USE,
+                    f"request id {request.request_id!r} is in use; choose another",
+                    field="request_id",
+                )
+            return request.request_id
+        while (name := f"{request.door or 'request'}-{next(self._ids)}") in self._streams:
+            pass
+        return name
+
+    def _post(self, command: _Add | _Abort) -> None:
+        self._inbox.append(command)
+        self._has_mail.set()
+
+    def _forget(self, stream: Stream) -> bool:
+        """Take a stream off the books; False if it is off already."""
+        if self._streams.get(stream.id) is not stream:
+            return False
+        del self._streams[stream.id]
+        self._num_unfinished -= stream.num_unfinished
+        if stream.timer is not None:
+            stream.timer.cancel()
+        if stream.timing.first_token_s is None:
+            self._num_waiting_tokens -= len(stream.prompt_token_ids)
+        if not self._streams:
+            self._is_idle.set()
+        return True
+
+    def _ended(self, stream: Stream) -> None:
+        stream.timing.total_s = time.monotonic() - stream.submitted_at
+        for observer in self._observers:
+            observer.on_end(stream)
+
+    def _deliver(self, news: list[_News], stats: EngineStats) -> None:
+        """A step's news, in the event loop."""
+        self.stats = stats
+        for observer in self._observers:
+            observer.on_step(stats)
+        now = time.monotonic()
+        for stream, delta, request in news:
+            if self._streams.get(stream.id) is stream:
+                self._take(stream, delta, request, now)
+
+    def _take(self, stream: Stream, delta: Delta, request: Request, now: float) -> None:
+        timing, usage = stream.timing, stream.usage
+        if timing.first_token_s is None:
+            timing.first_token_s = now - stream.submitted_at
+            self._num_waiting_tokens -= len(stream.prompt_token_ids)
+            usage.cached_tokens = request.num_cached
+            if request.started_at is not None:
+                timing.queue_s = request.started_at - stream.submitted_at
+            if request.params.prompt_logprobs is not None:
+                positions = range(request.prompt_len)
+                stream.prompt_logprobs = [request.prompt_logprobs.get(i) for i in positions]
+        usage.output_tokens += len(delta.token_ids)
+        stream.push(delta)
+        for observer in self._observers:
+            observer.on_delta(stream, delta)
+        if delta.finish_reason is not None:
+            stream.num_unfinished -= 1
+            self._num_unfinished -= 1
+            if stream.num_unfinished == 0 and self._forget(stream):
+                self._ended(stream)
+                return
+        if stream.num_unread > self.limits.max_unread_tokens:
+            text = (
+                f"{stream.num_unread} tokens wait to be read, more than "
+                f"serving.limits.max_unread_tokens ({self.limits.max_unread_tokens}); read faster"
+            )
+            self.end(stream, ServiceError(ErrorKind.SLOW_READER, text))
+
+    def _cancelled(self, stream: Stream) -> None:
+        text = f"request {stream.id!r} was cancelled"
+        self.end(stream, ServiceError(ErrorKind.CANCELLED, text))
+
+    def _expired(self, stream: Stream) -> None:
+        text = f"request {stream.id!r} was not done by its deadline"
+        self.end(stream, ServiceError(ErrorKind.DEADLINE, text))
+
+    def _refused(self, stream: Stream, error: Exception) -> None:
+        """The engine did not take it after all."""
+        kind = ErrorKind.INVALID if isinstance(error, InvalidRequestError) else ErrorKind.INTERNAL
+        text = str(error) if kind is ErrorKind.INVALID else "the engine could not take the request"
+        self.end(stream, ServiceError(kind, text, field=getattr(error, "field", None)))
+
+    def _died(self, error: BaseException) -> None:
+        text = f"the engine has stopped: {type(error).__name__}: {error}"
+        self.fail(ServiceError(ErrorKind.INTERNAL, text))
+        self._on_death(error)
+
+    # What follows runs in the engine's thread.
+
+    def _run(self) -> None:
+        try:
+            while not self._is_stopping:
+                self._read_inbox()
+                if self.engine.has_requests:
+                    self._step()
+                else:
+                    self._has_mail.wait()
+            self._read_inbox()  # the aborts of what was under way
+        except BaseException as error:
+            logging.exception("the engine's thread died")
+            self._call(self._died, error)
+
+    def _read_inbox(self) -> None:
+        self._has_mail.clear()
+        while self._inbox:
+            command = self._inbox.popleft()
+            if isinstance(command, _Add):
+                self._add(command.stream)
+            else:
+                self._abort(command.stream.id)
+
+    def _add(self, stream: Stream) -> None:
+        # Cancelled on the way, or too late: its timer says so to the client.
+        if stream.is_finished or stream.deadline <= time.monotonic():
+            return
+        request = stream.request
+        try:
+            samples = self.engine.add(
+                stream.prompt_token_ids,
+                request.params,
+                request_id=stream.id,
+                priority=request.priority,
+                cache_salt=request.cache_salt,
+            )
+        except Exception as error:
+            if not isinstance(error, InvalidRequestError):
+                logging.exception("request %s", stream.id)
+            self._call(self._refused, stream, error)
+            return
+        self._samples[stream.id] = samples
+        for index, sample in enumerate(samples):
+            self._running[sample.id] = stream, index
+
+    def _abort(self, stream_id: str) -> None:
+        for sample in self._samples.pop(stream_id, ()):
+            self._running.pop(sample.id, None)
+            self.engine.abort(sample.id)
+
+    def _step(self) -> None:
+        self.step_started = time.monotonic()
+        updates = self.engine.step()
+        self.step_started = None
+        news = [_News(*self._news(u), u.request) for u in updates if u.request.id in self._running]
+        self._call(self._deliver, news, self.engine.stats)
+
+    def _news(self, update: Update) -> tuple[Stream, Delta]:
+        request = update.request
+        stream, index = self._running[request.id]
+        logprobs: list[TokenLogprobs] = []
+        if request.params.logprobs is not None and update.token_ids:
+            logprobs = request.logprobs[-len(update.token_ids) :]
+        if update.finish_reason is not None:
+            del self._running[request.id]
+            if not any(s.id in self._running for s in self._samples[stream.id]):
+                del self._samples[stream.id]
+        delta = Delta(index, update.text, update.token_ids, logprobs, update.finish_reason)
+        return stream, delta
+
+    def _call(self, function: Callable[..., None], *args: object) -> None:
+        """Run `function` in the event loop; nobody is left to tell once that has closed."""
+        try:
+            self._events.call_soon_threadsafe(function, *args)
+        except RuntimeError:
+            self._is_stopping = True

@@ -1,0 +1,127 @@
+"""What both doors call: one model, its tokenizer, and the loop that runs them."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxinfer import Engine, SamplingParams
+from jaxinfer.loading.checkpoint import GenerationDefaults
+from jaxinfer.sampling_params import SamplingParamsError
+from jaxinfer.serving.errors import ErrorKind, ServiceError
+from jaxinfer.serving.generation import Chat, GenerationRequest, Prompt
+from jaxinfer.serving.loop import EngineLoop, Stream
+from jaxinfer.stats import EngineStats
+from jaxinfer.tokenizer import Tokenizer
+
+LONG_TEXT = 4096  # characters; longer ones are tokenized in another thread
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelInfo:
+    """What a client may want to know of the model."""
+
+    name: str
+    vocab_size: int
+    max_len: int  # tokens of prompt and output together
+    num_parameters: int
+    dtype: str  # of weights and activations
+    has_chat_template: bool
+    created: int  # when it was loaded, seconds of the Unix epoch
+
+
+class Service:
+    """Text in, streams out. Methods are for the event loop's thread and raise `ServiceError`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        loop: EngineLoop,
+        *,
+        generation: GenerationDefaults | None = None,
+        model_name: str | None = None,
+    ):
+        self.loop = loop
+        self.model = _model_info(engine, model_name)
+        self._tokenizer = engine.tokenizer
+        self._generation = generation or GenerationDefaults()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            text = "this model has no tokenizer; send token ids"
+            raise ServiceError(ErrorKind.INVALID, text, field="prompt")
+        return self._tokenizer
+
+    @property
+    def stats(self) -> EngineStats:
+        """After the last step."""
+        return self.loop.stats
+
+    def params(self, fields: Mapping[str, Any]) -> SamplingParams:
+        """The checkpoint's own generation defaults, and the fields that a client set over them."""
+        try:
+            return self._generation.sampling_params(**fields)
+        except SamplingParamsError as error:
+            raise ServiceError(ErrorKind.INVALID, str(error), field=error.field) from error
+
+    def check_model(self, name: str) -> None:
+        """Refuse a request for another model; an empty name means the one there is."""
+        if name and name != self.model.name:
+            text = f"there is no model {name!r} here; this server has {self.model.name!r}"
+            raise ServiceError(ErrorKind.NOT_FOUND, text, field="model")
+
+    async def generate(self, request: GenerationRequest) -> Stream:
+        """Queue a request. Whoever does not read its stream to the end has to `cancel` it."""
+        self.loop.check_room(request.params.n)
+        token_ids = await self.tokenize(request.prompt)
+        return self.loop.submit(request, token_ids)
+
+    async def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text or a conversation; ids come back as they are."""
+        if isinstance(prompt, Chat):
+            messages = prompt.messages
+            size = sum(len(str(m.get("content", ""))) for m in messages) + 64 * len(messages)
+            return await self._encode(size, "messages", self.tokenizer.encode_chat, messages)
+        if isinstance(prompt, str):
+            encode = self.tokenizer.encode
+            kwargs = {"add_special_tokens": add_special_tokens}
+            return await self._encode(len(prompt), "prompt", encode, prompt, **kwargs)
+        return list(prompt)
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens included."""
+        wrong = [i for i in token_ids if not 0 <= i < self.model.vocab_size]
+        if wrong:
+            raise ServiceError(
+                ErrorKind.INVALID,
+                f"token id {wrong[0]} is outside the vocabulary [0, {self.model.vocab_size})",
+                field="token_ids",
+            )
+        return self.tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    async def _encode(
+        self, size: int, field: str, encode: Callable[..., list[int]], *args: Any, **kwargs: Any
+    ) -> list[int]:
+        try:
+            if size <= LONG_TEXT:
+                return encode(*args, **kwargs)
+            return await asyncio.to_thread(encode, *args, **kwargs)
+        except ValueError as error:
+            raise ServiceError(ErrorKind.INVALID, f"{field}: {error}", field=field) from error
+
+
+def _model_info(engine: Engine, name: str | None) -> ModelInfo:
+    config = engine.model.config
+    return ModelInfo(
+        name=name or engine.name or "model",
+        vocab_size=config.vocab_size,
+        max_len=engine.max_len,
+        num_parameters=engine.model.num_parameters,
+        dtype=str(engine.model.numerics.dtype),
+        has_chat_template=engine.tokenizer is not None and engine.tokenizer.has_chat_template,
+        created=int(time.time()),
+    )
