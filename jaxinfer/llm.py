@@ -164,6 +164,8 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Output]:
         """Answer one conversation or several, through the model's chat template."""
+        if isinstance(messages, Mapping):
+            raise ValueError(f"messages is one message, {messages!r}; put it into a list")
         one = bool(messages) and isinstance(messages[0], Mapping)
         conversations = [messages] if one else list(messages)
         prompts = [self.tokenizer.encode_chat(c) for c in conversations]  # type: ignore[arg-type]

@@ -28,7 +28,9 @@ def page_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
 
 def root_key(*parts: str) -> bytes:
     """The digest in front of a first page: salt, model, cache type."""
-    return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).digest()
+    return hashlib.blake2b(
+        "\0".join(parts).encode("utf-8", "surrogatepass"), digest_size=16
+    ).digest()
 
 
 class _Content(NamedTuple):

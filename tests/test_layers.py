@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.nn.layers import project
+from jaxinfer.nn.rope import Dynamic, Llama3, Rope, Unscaled
 
 DTYPES = ["float32", "bfloat16", "float16"]
 
@@ -30,3 +31,16 @@ def test_heads_are_contracted_together(dtype):
     x = jnp.ones((1, 3, 4), dtype)
     weight = jnp.ones((3, 4, 2, 5), dtype)
     assert np.array_equal(project(x, weight), np.full((1, 2, 5), 12))
+
+
+@pytest.mark.parametrize(
+    ("theta", "dim", "scaling", "named"),
+    [
+        (1e4, 16, Llama3(8.0, 4.0, 4.0, 64), "low_freq_factor is 4.0.*high_freq_factor"),
+        (1e4, 2, Dynamic(2.0, 64), "2 dimensions"),
+        (0.0, 16, Unscaled(), "theta is 0"),
+    ],
+)
+def test_a_rotary_embedding_without_angles_is_refused(theta, dim, scaling, named):
+    with pytest.raises(ValueError, match=named):
+        Rope(theta, dim, scaling)

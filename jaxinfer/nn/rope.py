@@ -177,6 +177,14 @@ class Rope:
                 raise ValueError(f"RoPE has {len(value)} of {name}; it needs {self.dim // 2}")
             if not all(isinstance(v, int | float) and 0 < v < math.inf for v in values):
                 raise ValueError(f"RoPE's {name} is {value!r}; it must be above 0 and finite")
+        scaling = self.scaling
+        if isinstance(scaling, Llama3) and scaling.low_freq_factor >= scaling.high_freq_factor:
+            raise ValueError(
+                f"RoPE's low_freq_factor is {scaling.low_freq_factor}; it must be below "
+                f"high_freq_factor ({scaling.high_freq_factor})"
+            )
+        if isinstance(scaling, Dynamic) and self.dim <= 2:
+            raise ValueError(f"RoPE turns {self.dim} dimensions; dynamic scaling needs more than 2")
 
     def angles(
         self, positions: Int[Array, " T"], rope_len: Int[Array, " T"]
