@@ -62,18 +62,18 @@ def load_weights(
     sources = _match(checkpoint, model, table)
 
     def load(spec: ParameterSpec, tensor: StoredTensor, transform: Transform) -> jax.Array:
-        stored = tensor.read()
-        values = np.asarray(transform.apply(stored, spec.shape))
+        values = np.asarray(transform.apply(tensor.read(spec.dtype), spec.shape))
+        buffer = _aligned_empty(spec.shape, spec.dtype)
         # Summing finds NaN and infinity without a temporary of the tensor's size.
         with np.errstate(over="ignore", invalid="ignore"):
-            if not np.isfinite(values.sum(dtype=np.float64)):
-                bad = np.count_nonzero(~np.isfinite(values.astype(np.float32)))
+            np.copyto(buffer, values, casting="unsafe")
+            if not np.isfinite(buffer.sum(dtype=np.float64)):
+                bad = np.count_nonzero(~np.isfinite(buffer.astype(np.float32)))
                 raise CheckpointError(
-                    f"{checkpoint.path}: {tensor.name} holds {bad} values that are NaN or infinite"
-                    ": the file is damaged or was converted wrongly; fetch or convert it again"
+                    f"{checkpoint.path}: {tensor.name} holds {bad} values that are NaN or infinite "
+                    f"as {spec.dtype}: the file is damaged or was converted wrongly (fetch or "
+                    "convert it again), or the type is too narrow (try --set dtype=bfloat16)"
                 )
-        buffer = _aligned_empty(spec.shape, spec.dtype)
-        np.copyto(buffer, values, casting="unsafe")
         array = jax.device_put(buffer)
         on_progress(spec.nbytes)
         return array

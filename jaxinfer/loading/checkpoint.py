@@ -20,6 +20,7 @@ from jaxinfer.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from jaxinfer.tokenizer import Tokenizer
 
+FLOAT32 = np.dtype(np.float32)
 MAX_PROBLEMS_SHOWN = 20
 MAX_JSON_BYTES = 64 * 2**20  # configs are kilobytes; the index of a 1T model is a few megabytes
 
@@ -58,6 +59,10 @@ class CheckpointError(ValueError):
         return cls(f"{where}: {len(problems)} problems\n" + "\n".join(lines))
 
 
+# From the type that quantized numbers become to the values.
+Loader = Callable[[np.dtype[Any]], np.ndarray]
+
+
 class Bytes(NamedTuple):
     """A stretch of a file."""
 
@@ -84,6 +89,10 @@ class Bytes(NamedTuple):
         view = raw.view(np.ndarray).view(dtype).reshape(shape)
         return view if view.flags.aligned else view.copy()
 
+    def plain(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Loader:
+        """How a tensor of these bytes is read that is stored as plain numbers."""
+        return lambda dequantized: self.map(dtype, shape)
+
 
 @dataclass(frozen=True)
 class StoredTensor:
@@ -97,14 +106,14 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: str
     nbytes: int
-    _load: Callable[[], np.ndarray] = field(repr=False, compare=False)
+    _load: Loader = field(repr=False, compare=False)
 
-    def read(self) -> np.ndarray:
-        """The values, `shape`-shaped: quantized types as float32, others in their own dtype.
+    def read(self, dequantized: np.dtype[Any] = FLOAT32) -> np.ndarray:
+        """The values, `shape`-shaped: quantized types as `dequantized`, others in their own dtype.
 
         The result may be a read-only view of the mapped file: keep it no longer than needed.
         """
-        return self._load()
+        return self._load(dequantized)
 
 
 @dataclass(frozen=True)

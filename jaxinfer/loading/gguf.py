@@ -1,7 +1,7 @@
 """GGUF checkpoints: one file, or the numbered shards of one model.
 
-Tensors keep the names of the file (`blk.0.attn_q.weight`). Quantized types are dequantized to
-float32 by the `gguf` package's formulas, a block of rows at a time; plain types are mapped.
+Tensors keep the names of the file (`blk.0.attn_q.weight`). Quantized types are dequantized
+by the `gguf` package's float32 formulas, a chunk at a time; plain types are mapped.
 A converter for Llama-like models permutes the rows of q and k for its own rotary layout: undoing
 that is the business of the weight table, not of this reader.
 """
@@ -92,11 +92,16 @@ def shard_paths(path: Path) -> list[Path]:
     return [path.parent / name for name in names]
 
 
-def dequantize(data: Bytes, shape: tuple[int, ...], kind: GGMLQuantizationType) -> np.ndarray:
-    """Quantized bytes to float32, with temporaries of a few `CHUNK_ELEMENTS` only."""
+def dequantize(
+    data: Bytes, shape: tuple[int, ...], kind: GGMLQuantizationType, dtype: np.dtype[Any]
+) -> np.ndarray:
+    """Quantized bytes to numbers, with temporaries of a few `CHUNK_ELEMENTS` only.
+
+    The formulas are float32's; `dtype` rounds their results.
+    """
     block, block_bytes = GGML_QUANT_SIZES[kind]
     raw = data.map(np.dtype(np.uint8), (data.size,))
-    values = np.empty(data.size // block_bytes * block, np.float32)
+    values = np.empty(data.size // block_bytes * block, dtype)
     step = CHUNK_ELEMENTS // block
     # Damaged scales overflow here; whoever loads the weights reports what is not finite.
     with np.errstate(all="ignore"):
@@ -125,7 +130,7 @@ def _stored(path: Path, info: TensorInfo) -> StoredTensor:
     if info.type in QUANTIZED_TYPES:
         load = partial(dequantize, data, info.shape, info.type)
     else:
-        load = partial(data.map, PLAIN_DTYPES.get(info.type.name, np.dtype(np.uint8)), info.shape)
+        load = data.plain(PLAIN_DTYPES.get(info.type.name, np.dtype(np.uint8)), info.shape)
     return StoredTensor(info.name, info.shape, info.type.name, info.nbytes, load)
 
 

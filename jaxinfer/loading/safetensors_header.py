@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +65,7 @@ def _tensors(
             continue
         spans.append((begin, end, name))
         data = Bytes(path, data_start + begin, end - begin)
-        load = partial(data.map, PLAIN_DTYPES[dtype], shape)
+        load = data.plain(PLAIN_DTYPES[dtype], shape)
         tensors[name] = StoredTensor(name, shape, dtype, end - begin, load)
     if not problems:
         problems = _layout_problems(sorted(spans), file_size - data_start)
