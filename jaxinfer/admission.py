@@ -41,8 +41,11 @@ class Limits(NamedTuple):
 
     def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> Admissible:
         """Raises `InvalidRequestError`."""
-        self._check_prompt(prompt_token_ids)
+        if isinstance(prompt_token_ids, str | bytes):
+            raise InvalidRequestError("the prompt must be token ids; LLM takes text", "prompt")
         prompt_len = len(prompt_token_ids)
+        if not prompt_len:
+            raise InvalidRequestError("the prompt is empty; it needs at least one token", "prompt")
         room = self.max_len - prompt_len
         if room < (0 if params.max_tokens == 0 else 1):
             raise InvalidRequestError(
@@ -50,6 +53,7 @@ class Limits(NamedTuple):
                 "output needs at least one: shorten the prompt or raise max_len",
                 "prompt",
             )
+        self._check_ids(prompt_token_ids)
         max_len = prompt_len + min(room, room if params.max_tokens is None else params.max_tokens)
         max_len = self._fit_pool(prompt_len, max_len, params)
         bad_word_ids = self._bad_word_ids(params)
@@ -64,11 +68,7 @@ class Limits(NamedTuple):
             raise InvalidRequestError(str(error), error.field) from error
         return Admissible(max_len, bad_word_ids)
 
-    def _check_prompt(self, prompt_token_ids: Sequence[int]) -> None:
-        if isinstance(prompt_token_ids, str | bytes):
-            raise InvalidRequestError("the prompt must be token ids; LLM takes text", "prompt")
-        if not len(prompt_token_ids):
-            raise InvalidRequestError("the prompt is empty; it needs at least one token", "prompt")
+    def _check_ids(self, prompt_token_ids: Sequence[int]) -> None:
         for position, token_id in enumerate(prompt_token_ids):
             is_int = isinstance(token_id, int | np.integer) and not isinstance(token_id, bool)
             if not is_int or not 0 <= token_id < self.vocab_size:

@@ -43,14 +43,17 @@ class Delta(NamedTuple):
     logprobs: list[TokenLogprobs]  # one a token where `params.logprobs` asks, else empty
     finish_reason: FinishReason | None  # set in a sample's last delta
 
-    def joined(self, later: Delta) -> Delta:
-        """This delta and the one that follows it as one."""
-        return Delta(
-            self.index,
-            self.text + later.text,
-            self.token_ids + later.token_ids,
-            self.logprobs + later.logprobs,
-            later.finish_reason,
+    @classmethod
+    def joined(cls, deltas: Sequence[Delta]) -> Delta:
+        """Deltas of one sample that follow each other, as one."""
+        if len(deltas) == 1:
+            return deltas[0]
+        return cls(
+            deltas[0].index,
+            "".join([delta.text for delta in deltas]),
+            [token_id for delta in deltas for token_id in delta.token_ids],
+            [entry for delta in deltas for entry in delta.logprobs],
+            deltas[-1].finish_reason,
         )
 
 

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from jaxinfer import Engine, SamplingParams
@@ -17,7 +18,7 @@ from jaxinfer.serving.loop import EngineLoop, Stream
 from jaxinfer.stats import EngineStats
 from jaxinfer.tokenizer import Tokenizer
 
-LONG_TEXT = 4096  # characters; longer ones are tokenized in another thread
+LONG_TEXT = 4096  # characters or tokens; longer ones are converted in another thread
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +102,8 @@ class Service:
                 f"token id {wrong[0]} is outside the vocabulary [0, {self.model.vocab_size})",
                 field="token_ids",
             )
-        return self.tokenizer.decode(token_ids, skip_special_tokens=False)
+        decode = partial(self.tokenizer.decode, token_ids, skip_special_tokens=False)
+        return decode() if len(token_ids) <= LONG_TEXT else await asyncio.to_thread(decode)
 
     async def _encode(
         self, size: int, field: str, encode: Callable[..., list[int]], *args: Any, **kwargs: Any

@@ -38,7 +38,7 @@ class Stream:
         self.num_unfinished = request.params.n
         self.submitted_at = time.monotonic()
         self._on_cancel = on_cancel
-        self._unread: dict[int, Delta] = {}  # by sample
+        self._unread: dict[int, list[Delta]] = {}  # by sample
         self._num_unread = 0  # tokens
         self._wake = asyncio.Event()
         self.timer: asyncio.TimerHandle | None = None  # for the loop: rings at the deadline
@@ -59,17 +59,16 @@ class Stream:
                 raise StopAsyncIteration
             self._wake.clear()
             await self._wake.wait()
-        delta = self._unread.pop(next(iter(self._unread)))
+        delta = Delta.joined(self._unread.pop(next(iter(self._unread))))
         self._num_unread -= len(delta.token_ids)
         return delta
 
     async def collect(self) -> Result:
         """Read it to the end: the whole answer."""
-        whole: dict[int, Delta] = {}
+        parts: dict[int, list[Delta]] = {}
         async for delta in self:
-            before = whole.get(delta.index)
-            whole[delta.index] = delta if before is None else before.joined(delta)
-        samples = [whole[i] for i in sorted(whole)]
+            parts.setdefault(delta.index, []).append(delta)
+        samples = [Delta.joined(parts[i]) for i in sorted(parts)]
         return Result(samples, self.prompt_logprobs, self.usage, self.timing)
 
     def cancel(self) -> None:
@@ -78,8 +77,7 @@ class Stream:
 
     def push(self, delta: Delta) -> None:
         """For the loop: hand over what has come; returns at once."""
-        before = self._unread.pop(delta.index, None)
-        self._unread[delta.index] = delta if before is None else before.joined(delta)
+        self._unread.setdefault(delta.index, []).append(delta)
         self._num_unread += len(delta.token_ids)
         self._wake.set()
 

@@ -185,13 +185,20 @@ def test_the_product_imports_what_it_declares():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     declared = [*project["dependencies"]]
-    for extra in ("tpu", "triton", "serve"):
+    for extra in ("tpu", "triton", "serve", "tracing"):
         declared += extras.get(extra, [])
     names = {
         requirement.split(">")[0].split("[")[0].strip().lower().replace("-", "_")
         for requirement in declared
     }
-    renamed = {"absl": "absl_py", "google": "protobuf", "grpc": "grpcio"}
+    renamed = {
+        "absl": "absl_py",
+        "google": "protobuf",
+        "grpc": "grpcio",
+        "grpc_health": "grpcio_health_checking",
+        "grpc_reflection": "grpcio_reflection",
+        "opentelemetry": "opentelemetry_sdk",
+    }
 
     def is_wrong(imported: Imported) -> bool:
         top = imported.module.partition(".")[0]

@@ -1,0 +1,71 @@
+"""The watchdog: a thread that notices when the engine has stopped working.
+
+Two signs: a step that began more than `limit_s` ago and has not returned, or an engine thread that
+is gone. What is to be done about it is the caller's; the watchdog only tells, once.
+
+A step may compile a program, for minutes, where the engine was not warmed up (`warm_up=false`).
+There the limit is at least `COMPILE_S`. With warm-up every program exists before the first request,
+and the limit is what was asked for.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from jaxinfer.serving.loop import EngineLoop
+
+COMPILE_S = 1800.0  # a step that compiles may take as long
+LOOKS = 20  # a limit's length is looked at so many times, and at least once a second
+
+
+class Watchdog:
+    """Watches a started loop. `on_trouble(reason)` is called once, in the watchdog's thread.
+
+    `limit_s` 0: steps may take any time, and only the thread's end is trouble.
+    """
+
+    def __init__(self, loop: EngineLoop, limit_s: float, on_trouble: Callable[[str], None]):
+        self._loop = loop
+        self._limit_s = limit_s
+        if limit_s and not loop.engine.config.warm_up:
+            self._limit_s = max(limit_s, COMPILE_S)
+        self._on_trouble = on_trouble
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds that a step may take; 0: any number."""
+        return self._limit_s
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop watching, before the engine's thread is ended on purpose; from any thread."""
+        self._is_closed.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        interval = min(1.0, self._limit_s / LOOKS) if self._limit_s else 1.0
+        while not self._is_closed.wait(interval):
+            reason = self._trouble()
+            if reason is not None and not self._is_closed.is_set():
+                self._on_trouble(reason)
+                return
+
+    def _trouble(self) -> str | None:
+        started = self._loop.step_started
+        if not self._loop.is_alive:
+            return "the engine's thread has ended"
+        if started is not None and self._limit_s:
+            seconds = time.monotonic() - started
+            if seconds > self._limit_s:
+                return (
+                    f"a step has not returned for {seconds:.1f} s, longer than serving.watchdog_s "
+                    f"allows ({self._limit_s:g} s)"
+                )
+        return None
