@@ -1,4 +1,23 @@
 """The server around an engine: gRPC and OpenAI-compatible HTTP over one engine loop.
 
 scripts/serve.py -> process -> grpc_server, http -> service -> loop -> Engine
+
+`Client` and `AsyncClient` talk to its gRPC door.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxinfer.serving.client import AsyncClient, Client, RpcError
+
+__all__ = ["AsyncClient", "Client", "RpcError"]
+
+
+def __getattr__(name: str) -> Any:
+    """The client at first use: who serves over HTTP alone needs no gRPC."""
+    if name in __all__:
+        return getattr(importlib.import_module("jaxinfer.serving.client"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

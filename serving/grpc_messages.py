@@ -1,0 +1,211 @@
+"""Between the messages of `inference.proto` and the types of the service: both ways, for both ends.
+
+A field that is not set is left out of the mapping, so it takes the checkpoint's default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from jaxinfer.request import FinishReason, TokenLogprobs
+from jaxinfer.serving.errors import ErrorKind, ServiceError
+from jaxinfer.serving.generation import Chat, Delta, Prompt, Result, Timing, Usage
+from jaxinfer.serving.protos.jaxinfer.v1 import inference_pb2 as pb
+from jaxinfer.serving.service import ModelInfo
+from jaxinfer.serving.stream import Stream
+from jaxinfer.stats import EngineStats, StepStats
+
+_REASONS = {reason: getattr(pb, f"FINISH_REASON_{reason.name}") for reason in FinishReason}
+_REASONS_BY_NUMBER = {number: reason for reason, number in _REASONS.items()}
+_PARAMS = frozenset(pb.SamplingParams.DESCRIPTOR.fields_by_name) - {"up_to_context"}
+
+
+# Into the service.
+
+
+def read_prompt(request: pb.GenerateRequest | pb.TokenizeRequest) -> Prompt:
+    """The text, token ids or conversation of a request; `ServiceError` where there is none."""
+    kind = request.WhichOneof("prompt")
+    if kind == "text":
+        return request.text
+    if kind == "chat":
+        messages = request.chat.messages
+        return Chat([{"role": m.role, "content": m.content} for m in messages])
+    if isinstance(request, pb.GenerateRequest) and kind == "token_ids":
+        return list(request.token_ids.ids)
+    names = ", ".join(f.name for f in request.DESCRIPTOR.oneofs_by_name["prompt"].fields)
+    text = f"the request has no prompt; set one of {names}"
+    raise ServiceError(ErrorKind.INVALID, text, field="prompt")
+
+
+def read_params(params: pb.SamplingParams) -> dict[str, Any]:
+    """The fields that are set, by the names of `SamplingParams`."""
+    fields: dict[str, Any] = {}
+    for field, value in params.ListFields():
+        if isinstance(value, pb.TokenIds):
+            fields[field.name] = list(value.ids)
+        elif isinstance(value, pb.Strings):
+            fields[field.name] = list(value.values)
+        elif isinstance(value, pb.LogitBias):
+            fields[field.name] = dict(value.biases)
+        elif isinstance(value, pb.UpToContext):
+            fields["max_tokens"] = None
+        else:
+            fields[field.name] = value
+    return fields
+
+
+# Out of the service.
+
+
+def started(stream: Stream) -> pb.GenerateResponse:
+    message = pb.Started(request_id=stream.id, prompt_tokens=stream.usage.prompt_tokens)
+    return pb.GenerateResponse(started=message)
+
+
+def sample(delta: Delta) -> pb.Sample:
+    message = pb.Sample(index=delta.index, text=delta.text, token_ids=delta.token_ids)
+    if delta.logprobs:
+        message.logprobs.extend(_token_logprobs(item) for item in delta.logprobs)
+    if delta.finish_reason is not None:
+        message.finish_reason = _REASONS[delta.finish_reason]
+    return message
+
+
+def finished(stream: Stream) -> pb.Finished:
+    """What is known once a stream has ended."""
+    usage, timing = stream.usage, stream.timing
+    message = pb.Finished(
+        usage=pb.Usage(**dataclasses.asdict(usage)), timing=pb.Timing(**dataclasses.asdict(timing))
+    )
+    if stream.prompt_logprobs is not None:
+        message.prompt_logprobs.tokens.extend(
+            pb.TokenLogprobs(token_id=token_id) if item is None else _token_logprobs(item)
+            for token_id, item in zip(stream.prompt_token_ids, stream.prompt_logprobs, strict=True)
+        )
+    return message
+
+
+def model(info: ModelInfo) -> pb.Model:
+    return pb.Model(**dataclasses.asdict(info))
+
+
+def stats(stats: EngineStats) -> pb.Stats:
+    last_step = pb.StepStats(**stats.last_step._asdict())
+    return pb.Stats(**{**stats._asdict(), "last_step": last_step})
+
+
+def _token_logprobs(item: TokenLogprobs) -> pb.TokenLogprobs:
+    top = [pb.Logprob(token_id=i, logprob=logprob) for i, logprob in item.top]
+    return pb.TokenLogprobs(token_id=item.token_id, logprob=item.logprob, top=top)
+
+
+# Into a request.
+
+
+def write_chat(messages: Iterable[Mapping[str, str]]) -> pb.Chat:
+    """A conversation of `role` and `content`; `TypeError` for anything else in a message."""
+    chat = pb.Chat()
+    for message in messages:
+        unknown = message.keys() - {"role", "content"}
+        if unknown:
+            raise TypeError(f"messages: {_listed(unknown)} is unknown; set role and content alone")
+        chat.messages.add(**message)
+    return chat
+
+
+def write_params(fields: Mapping[str, Any]) -> pb.SamplingParams:
+    """The message with `fields` set. None leaves one unset; as `max_tokens` it means the context.
+
+    `TypeError` for unknown names and wrong types, `ValueError` past 64 bits, both with the field.
+    """
+    unknown = fields.keys() - _PARAMS
+    if unknown:
+        raise TypeError(f"unknown options {_listed(unknown)}; there are {_listed(_PARAMS)}")
+    params = pb.SamplingParams()
+    for name, value in fields.items():
+        if value is not None:
+            set_field(params, name, value)
+        elif name == "max_tokens":
+            params.up_to_context.SetInParent()
+    return params
+
+
+def set_field(message: Any, name: str, value: Any) -> None:
+    """Set a field of a request, a collection as well; errors name the field."""
+    target = getattr(message, name)
+    try:
+        if isinstance(target, pb.TokenIds):
+            target.SetInParent()  # set, even if it is empty
+            target.ids.extend(value)
+        elif isinstance(target, pb.Strings):
+            target.SetInParent()
+            target.values.extend([value] if isinstance(value, str) else value)
+        elif isinstance(target, pb.LogitBias):
+            target.SetInParent()
+            target.biases.update(value)
+        else:
+            setattr(message, name, value)
+    except (TypeError, ValueError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{name}={value!r:.80}: {error}") from error
+
+
+# Out of a response.
+
+
+def read_sample(message: pb.Sample) -> Delta:
+    return Delta(
+        message.index,
+        message.text,
+        list(message.token_ids),
+        [_read_token_logprobs(item) for item in message.logprobs],
+        _REASONS_BY_NUMBER.get(message.finish_reason),
+    )
+
+
+def read_usage(message: pb.Usage) -> Usage:
+    return Usage(message.prompt_tokens, message.cached_tokens, message.output_tokens)
+
+
+def read_timing(message: pb.Timing) -> Timing:
+    return Timing(**{field.name: value for field, value in message.ListFields()})
+
+
+def read_prompt_logprobs(message: pb.Finished) -> list[TokenLogprobs | None] | None:
+    if not message.HasField("prompt_logprobs"):
+        return None
+    tokens = message.prompt_logprobs.tokens
+    return [_read_token_logprobs(t) if t.HasField("logprob") else None for t in tokens]
+
+
+def read_result(message: pb.CompleteResponse) -> Result:
+    end = message.finished
+    return Result(
+        [read_sample(item) for item in message.samples],
+        read_prompt_logprobs(end),
+        read_usage(end.usage),
+        read_timing(end.timing),
+    )
+
+
+def read_model(message: pb.Model) -> ModelInfo:
+    names = [field.name for field in dataclasses.fields(ModelInfo)]
+    return ModelInfo(**{name: getattr(message, name) for name in names})
+
+
+def read_stats(message: pb.Stats) -> EngineStats:
+    fields = {name: getattr(message, name) for name in EngineStats._fields}
+    last = StepStats(**{name: getattr(message.last_step, name) for name in StepStats._fields})
+    return EngineStats(**{**fields, "last_step": last})
+
+
+def _read_token_logprobs(message: pb.TokenLogprobs) -> TokenLogprobs:
+    top = tuple((item.token_id, item.logprob) for item in message.top)
+    return TokenLogprobs(message.token_id, message.logprob, top)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))

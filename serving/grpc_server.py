@@ -1,0 +1,369 @@
+"""The gRPC door: `jaxinfer.v1.Inference`, with the standard health and reflection services.
+
+Handlers run in the event loop, beside the HTTP door's. A call that ends early, whoever ended it,
+cancels its request; a deadline is the earlier of the call's own and `timeout_s`. While a client
+does not read, flow control holds the handler in `write`, what comes meanwhile is joined, and the
+loop's rule for unread output applies; after `limits.send_timeout_s` the request is cancelled. Its
+status waits behind what was sent: gRPC has no way for a server to reset a call, so a client that
+never reads, cancels or disconnects keeps that one call's buffers, and nothing of the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import grpc
+from absl import logging
+from google.protobuf.message import DecodeError
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from jaxinfer.options import ConfigError
+from jaxinfer.serving import grpc_messages as messages
+from jaxinfer.serving.auth import ApiKeys
+from jaxinfer.serving.config import ServingConfig
+from jaxinfer.serving.errors import ErrorKind, ServiceError
+from jaxinfer.serving.generation import Chat, GenerationRequest
+from jaxinfer.serving.grpc_auth import BearerAuth, caller_name
+from jaxinfer.serving.grpc_status import abort
+from jaxinfer.serving.grpc_tls import server_credentials
+from jaxinfer.serving.health import Health, State
+from jaxinfer.serving.metrics import Metrics
+from jaxinfer.serving.protos.jaxinfer.v1 import inference_pb2 as pb
+from jaxinfer.serving.service import Service
+from jaxinfer.serving.stream import Stream
+
+SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
+MIN_PING_INTERVAL_S = 5.0  # a client that pings more often is cut
+
+Context = grpc.aio.ServicerContext
+Method = Callable[[Any, Context], Coroutine[Any, Any, Any]]
+
+
+def build_grpc_server(
+    service: Service,
+    config: ServingConfig,
+    keys: ApiKeys | None,
+    health: Health,
+    metrics: Metrics,
+) -> GrpcServer:
+    """A server, not started; `keys` None lets everybody in. `ConfigError` for bad TLS files."""
+    return GrpcServer(service, config, keys, health, metrics)
+
+
+class GrpcServer:
+    """Listens from `start` to `stop`, both in the same event loop; starts once."""
+
+    def __init__(
+        self,
+        service: Service,
+        config: ServingConfig,
+        keys: ApiKeys | None,
+        health: Health,
+        metrics: Metrics,
+    ):
+        self._config = config
+        self._keys = keys
+        self._credentials = server_credentials(config.tls)
+        self._inference = _Inference(service, config.limits.send_timeout_s, keys, metrics)
+        self._state = health
+        self._health = _HealthServicer()
+        self._server: grpc.aio.Server | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> int:
+        """Listen on `config.grpc_port`; the port that it came to. `ConfigError` if it is taken."""
+        config = self._config
+        interceptors = [] if self._keys is None else [BearerAuth(self._keys)]
+        server = self._server = grpc.aio.server(interceptors=interceptors, options=_options(config))
+        server.add_generic_rpc_handlers((self._inference.handlers(),))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
+        await self._show(self._state.state)
+        self._state.subscribe(self._follow)
+
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        address = f"{host}:{config.grpc_port or 0}"
+        try:
+            if self._credentials is None:
+                port = server.add_insecure_port(address)
+            else:
+                port = server.add_secure_port(address, self._credentials)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"cannot listen on {address}: {error}; is it taken, or no address of this machine? "
+                "Choose another serving.grpc_port or serving.host"
+            ) from error
+        await server.start()
+        return port
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no more calls; those under way have `grace_s` to end and are cancelled then."""
+        if self._server is None:
+            return
+        await self._health.end()
+        await self._server.stop(grace_s)
+        await self._inference.end()
+        await asyncio.gather(*self._tasks)
+
+    def _follow(self, state: State) -> None:
+        task = asyncio.get_running_loop().create_task(self._show(state))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _show(self, state: State) -> None:
+        statuses = health_pb2.HealthCheckResponse
+        status = statuses.SERVING if state is State.SERVING else statuses.NOT_SERVING
+        for name in ("", SERVICE):
+            await self._health.set(name, status)
+
+
+class _Inference:
+    """The methods of the service. They raise `ServiceError`; `_handler` makes statuses of it."""
+
+    def __init__(
+        self, service: Service, send_timeout_s: float, keys: ApiKeys | None, metrics: Metrics
+    ):
+        self._service = service
+        self._metrics = metrics
+        self._send_timeout_s = send_timeout_s
+        self._keys = keys
+        self._calls: set[asyncio.Task[Any]] = set()  # under way
+
+    async def end(self) -> None:
+        """Cancel what is under way, and wait until it has cleaned up: gRPC does not wait for it."""
+        for call in self._calls:
+            call.cancel()
+        await asyncio.gather(*self._calls, return_exceptions=True)
+
+    def handlers(self) -> grpc.GenericRpcHandler:
+        unary, streaming = grpc.unary_unary_rpc_method_handler, grpc.unary_stream_rpc_method_handler
+        methods = {
+            "Generate": self._handler(streaming, self.generate, pb.GenerateRequest),
+            "Complete": self._handler(unary, self.complete, pb.GenerateRequest),
+            "Tokenize": self._handler(unary, self.tokenize, pb.TokenizeRequest),
+            "Detokenize": self._handler(unary, self.detokenize, pb.DetokenizeRequest),
+            "GetModel": self._handler(unary, self.get_model, pb.GetModelRequest),
+            "GetStats": self._handler(unary, self.get_stats, pb.GetStatsRequest),
+        }
+        return grpc.method_handlers_generic_handler(SERVICE, methods)
+
+    async def generate(self, request: pb.GenerateRequest, context: Context) -> None:
+        stream = await self._submit(request, context)
+        try:
+            async with _Patience(stream, self._send_timeout_s) as patience:
+                await patience.write(context, messages.started(stream))
+                num_unfinished = stream.request.params.n
+                async for delta in stream:
+                    message = pb.GenerateResponse(sample=messages.sample(delta))
+                    if delta.finish_reason is not None:
+                        num_unfinished -= 1
+                        if num_unfinished == 0:
+                            message.finished.CopyFrom(messages.finished(stream))
+                    await patience.write(context, message)
+        finally:
+            stream.cancel()
+
+    async def complete(self, request: pb.GenerateRequest, context: Context) -> pb.CompleteResponse:
+        stream = await self._submit(request, context)
+        try:
+            result = await stream.collect()
+        finally:
+            stream.cancel()
+        return pb.CompleteResponse(
+            request_id=stream.id,
+            samples=map(messages.sample, result.samples),
+            finished=messages.finished(stream),
+        )
+
+    async def tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+        self._service.check_model(request.model)
+        prompt = messages.read_prompt(request)
+        add_special_tokens = (
+            not request.HasField("add_special_tokens") or request.add_special_tokens
+        )
+        if isinstance(prompt, Chat) and request.HasField("add_special_tokens"):
+            text = "add_special_tokens is for a text; a chat template writes its own special tokens"
+            raise ServiceError(ErrorKind.INVALID, text, field="add_special_tokens")
+        ids = await self._service.tokenize(prompt, add_special_tokens=add_special_tokens)
+        return pb.TokenizeResponse(token_ids=ids)
+
+    async def detokenize(
+        self, request: pb.DetokenizeRequest, context: Context
+    ) -> pb.DetokenizeResponse:
+        self._service.check_model(request.model)
+        return pb.DetokenizeResponse(text=await self._service.detokenize(request.token_ids))
+
+    async def get_model(self, request: pb.GetModelRequest, context: Context) -> pb.Model:
+        return messages.model(self._service.model)
+
+    async def get_stats(self, request: pb.GetStatsRequest, context: Context) -> pb.Stats:
+        return messages.stats(self._service.stats)
+
+    async def _submit(self, request: pb.GenerateRequest, context: Context) -> Stream:
+        try:
+            return await self._ask(request, context)
+        except ServiceError as error:
+            self._metrics.refused("grpc", error.kind)
+            raise
+
+    async def _ask(self, request: pb.GenerateRequest, context: Context) -> Stream:
+        service = self._service
+        service.loop.check_room()  # before any work
+        service.check_model(request.model)
+        user = request.user
+        if not user and self._keys is not None:
+            user = caller_name(context.invocation_metadata(), self._keys) or ""
+        return await service.generate(
+            GenerationRequest(
+                messages.read_prompt(request),
+                service.params(messages.read_params(request.params)),
+                request_id=request.request_id or None,
+                priority=request.priority,
+                cache_salt=request.cache_salt,
+                timeout_s=_timeout_s(request, context),
+                door="grpc",
+                user=user,
+            )
+        )
+
+    def _handler(
+        self, kind: Callable[..., grpc.RpcMethodHandler], method: Method, message: type[Any]
+    ) -> grpc.RpcMethodHandler:
+        """`method` with every exception turned into a status; cancellation passes."""
+        name = message.DESCRIPTOR.full_name
+
+        def parse(data: bytes) -> Any:
+            try:
+                return message.FromString(data)
+            except DecodeError:
+                return None  # `answer` refuses it: gRPC would, too, but without the reason
+
+        async def answer(request: Any, context: Context) -> Any:
+            task = asyncio.current_task()
+            assert task is not None
+            self._calls.add(task)
+            try:
+                if request is None:
+                    # INTERNAL is what gRPC's list of status codes has for this.
+                    raise ServiceError(ErrorKind.INTERNAL, f"the request's bytes are no {name}")
+                return await method(request, context)
+            except ServiceError as error:
+                failure = error
+            except Exception:
+                logging.exception("a defect at %s", name)
+                text = "the server failed at this request; its log says why"
+                failure = ServiceError(ErrorKind.INTERNAL, text)
+            finally:
+                self._calls.discard(task)
+            await abort(context, failure)
+
+        return kind(
+            answer,
+            request_deserializer=parse,
+            response_serializer=lambda response: response.SerializeToString(),
+        )
+
+
+class _Patience:
+    """Ends a call whose client takes nothing for `timeout_s` (0: never).
+
+    One timer a call, which looks now and then whether a write has been waiting: a timer for each
+    write would be a sixth of what a token costs the event loop.
+    """
+
+    def __init__(self, stream: Stream, timeout_s: float):
+        self._stream = stream
+        self._timeout_s = timeout_s
+        self._writing_since: float | None = None
+        self._has_ended_it = False
+
+    async def __aenter__(self) -> _Patience:
+        self._events = asyncio.get_running_loop()
+        self._call = asyncio.current_task()
+        self._timer: asyncio.TimerHandle | None = None
+        self._look_in(self._timeout_s)
+        return self
+
+    async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._has_ended_it and isinstance(error, asyncio.CancelledError):
+            assert self._call is not None
+            if self._call.uncancel():
+                return  # somebody else has cancelled the call as well
+            text = (
+                f"the client took nothing for {self._timeout_s} s "
+                "(serving.limits.send_timeout_s); read faster"
+            )
+            raise self._stream.error or ServiceError(ErrorKind.SLOW_READER, text) from error
+
+    async def write(self, context: Context, message: pb.GenerateResponse) -> None:
+        self._writing_since = self._events.time()
+        await context.write(message)
+        self._writing_since = None
+
+    def _look_in(self, seconds: float) -> None:
+        if self._timeout_s:
+            self._timer = self._events.call_later(seconds, self._look)
+
+    def _look(self) -> None:
+        since = self._writing_since
+        waited = 0.0 if since is None else self._events.time() - since
+        if waited < self._timeout_s:
+            self._look_in(self._timeout_s - waited)
+        elif self._call is not None:
+            self._has_ended_it = True
+            self._call.cancel()
+
+
+def _timeout_s(request: pb.GenerateRequest, context: Context) -> float | None:
+    """The earlier of the two deadlines, in seconds from now; None: there is neither."""
+    remaining = context.time_remaining()
+    if not request.HasField("timeout_s"):
+        return None if remaining is None else max(0.0, remaining)
+    asked = request.timeout_s  # of any value: the service refuses what is none
+    return max(0.0, remaining) if remaining is not None and remaining < asked else asked
+
+
+class _HealthServicer(health.aio.HealthServicer):  # type: ignore[attr-defined]  # stubs lack aio
+    """The standard one, whose watchers do not hold up the end of the server."""
+
+    def __init__(self):
+        super().__init__()
+        self._watches: set[asyncio.Timeout] = set()
+
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
+        watch = asyncio.timeout(None)
+        try:
+            async with watch:
+                self._watches.add(watch)
+                await super().Watch(request, context)
+        except TimeoutError:
+            return
+        finally:
+            self._watches.discard(watch)
+
+    async def end(self) -> None:
+        """Everything is NOT_SERVING from now on, and nobody watches any more."""
+        await self.enter_graceful_shutdown()
+        now = asyncio.get_running_loop().time()
+        for watch in self._watches:
+            watch.reschedule(now)
+
+
+def _options(config: ServingConfig) -> list[tuple[str, int]]:
+    keepalive_ms = int(config.keepalive_s * 1000)
+    return [
+        ("grpc.max_receive_message_length", config.limits.max_body_bytes),
+        ("grpc.max_send_message_length", -1),  # answers are bounded by the context
+        ("grpc.so_reuseport", 0),  # else a second server takes half of this one's connections
+        ("grpc.keepalive_time_ms", keepalive_ms),
+        ("grpc.keepalive_timeout_ms", keepalive_ms),
+        ("grpc.http2.ping_timeout_ms", keepalive_ms),  # else a minute, whatever the line above says
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", int(MIN_PING_INTERVAL_S * 1000)),
+    ]
