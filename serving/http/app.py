@@ -1,0 +1,190 @@
+"""The FastAPI app: its routes, and what stands before them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import Any
+
+from fastapi import APIRouter, FastAPI
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxinfer.serving.auth import ApiKeys
+from jaxinfer.serving.config import LimitsConfig, ServingConfig
+from jaxinfer.serving.errors import ServiceError
+from jaxinfer.serving.health import Health
+from jaxinfer.serving.http import chat, completions, info
+from jaxinfer.serving.http.document import body_of, openapi_document
+from jaxinfer.serving.http.errors import error_response, on_http_exception
+from jaxinfer.serving.http.gate import GENERATING_PATHS, Gate
+from jaxinfer.serving.http.openai_schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from jaxinfer.serving.http.page import load_page
+from jaxinfer.serving.http.response_schema import (
+    ChatCompletion,
+    Completion,
+    HealthBody,
+    Model,
+    ModelList,
+    Stats,
+    Text,
+    Tokens,
+    answers,
+)
+from jaxinfer.serving.metrics import Metrics
+from jaxinfer.serving.service import Service
+from jaxinfer.tokenizer import Tokenizer
+
+_EXPOSED_HEADERS = ["X-Request-Id", "Retry-After"]
+
+
+def build_app(
+    service: Service,
+    config: ServingConfig,
+    keys: ApiKeys | None,
+    health: Health,
+    metrics: Metrics,
+) -> FastAPI:
+    """The whole HTTP door. `keys` None: open to everybody."""
+    app = FastAPI(
+        title="jaxinfer",
+        version=importlib.metadata.version("jaxinfer"),
+        description="An OpenAI-compatible server for one model.",
+        docs_url=None,  # they load scripts from elsewhere
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    app.include_router(_generating(service, config.limits))
+    app.include_router(_telling(service, config.limits))
+    app.include_router(_operating(service, health, metrics))
+    if config.page and (page := load_page()) is not None:
+
+        @app.get("/", include_in_schema=False)
+        async def get_page() -> Response:
+            return page
+
+    app.add_exception_handler(ServiceError, _service_error_handler(metrics))
+    app.add_exception_handler(HTTPException, on_http_exception)
+    app.add_middleware(Gate, service=service, keys=keys, metrics=metrics)
+    if config.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(config.cors_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["Authorization", "Content-Type", "X-Request-Id"],
+            expose_headers=_EXPOSED_HEADERS,
+        )
+
+    def document() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = openapi_document(app, service.model, has_keys=keys is not None)
+        return app.openapi_schema
+
+    app.openapi = document  # type: ignore[method-assign]
+    return app
+
+
+def _service_error_handler(metrics: Metrics) -> Any:
+    async def on_service_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, ServiceError)
+        state = request.scope["state"]
+        if request.scope["path"] in GENERATING_PATHS and not state.get("has_stream"):
+            metrics.refused("http", error.kind)
+        return error_response(error)
+
+    return on_service_error
+
+
+def _generating(service: Service, limits: LimitsConfig) -> APIRouter:
+    router = APIRouter(tags=["generate"])
+    tokenizer = _tokenizer_of(service)
+    errors = (400, 404, 408, 409, 413, 415, 429, 503)
+
+    @router.post(
+        "/v1/completions",
+        responses=answers(Completion, *errors, is_streamed=True),
+        openapi_extra=body_of(CompletionRequest),
+    )
+    async def create_completion(request: Request) -> Response:
+        return await completions.complete(request, service, tokenizer, limits)
+
+    @router.post(
+        "/v1/chat/completions",
+        responses=answers(ChatCompletion, *errors, is_streamed=True),
+        openapi_extra=body_of(ChatRequest),
+    )
+    async def create_chat_completion(request: Request) -> Response:
+        return await chat.chat(request, service, tokenizer, limits)
+
+    return router
+
+
+def _telling(service: Service, limits: LimitsConfig) -> APIRouter:
+    router = APIRouter(tags=["tell"])
+
+    @router.get("/v1/models", responses=answers(ModelList))
+    async def list_models() -> Response:
+        return info.list_models(service)
+
+    @router.get("/v1/models/{model_id:path}", responses=answers(Model, 404))
+    async def get_model(model_id: str) -> Response:
+        return info.get_model(service, model_id)
+
+    @router.post(
+        "/tokenize",
+        responses=answers(Tokens, 400, 404, 408, 413, 415),
+        openapi_extra=body_of(TokenizeRequest),
+    )
+    async def tokenize(request: Request) -> Response:
+        return await info.tokenize(request, service, limits)
+
+    @router.post(
+        "/detokenize",
+        responses=answers(Text, 400, 404, 408, 413, 415),
+        openapi_extra=body_of(DetokenizeRequest),
+    )
+    async def detokenize(request: Request) -> Response:
+        return await info.detokenize(request, service, limits)
+
+    return router
+
+
+def _operating(service: Service, health: Health, metrics: Metrics) -> APIRouter:
+    router = APIRouter(tags=["operate"])
+    meter = info.RateMeter()
+    unwell = {503: {"model": HealthBody}}
+
+    @router.get("/v1/stats", responses=answers(Stats))
+    async def get_stats() -> Response:
+        return info.stats_response(service, meter)
+
+    @router.get("/health/live", responses=answers(HealthBody) | unwell)
+    async def is_live() -> Response:
+        return info.health_response(health.is_live, health.state.name.lower())
+
+    @router.get("/health/ready", responses=answers(HealthBody) | unwell)
+    async def is_ready() -> Response:
+        return info.health_response(health.is_ready, health.state.name.lower())
+
+    text = {"content": {"text/plain": {"schema": {"type": "string"}}}}
+    errors = {500: answers(None)[500]}
+
+    @router.get("/metrics", responses={200: text, **errors}, response_class=Response)
+    async def get_metrics() -> Response:
+        body, content_type = metrics.render()
+        return Response(body, media_type=content_type)
+
+    return router
+
+
+def _tokenizer_of(service: Service) -> Tokenizer | None:
+    try:
+        return service.tokenizer
+    except ServiceError:  # a model without one: prompts are token ids
+        return None

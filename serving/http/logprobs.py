@@ -1,0 +1,103 @@
+"""Log-probabilities in OpenAI's two shapes: lists side by side, and a list of objects."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Any
+
+from jaxinfer.request import TokenLogprobs
+from jaxinfer.tokenizer import Tokenizer
+
+MIN_LOGPROB = -9999.0  # what OpenAI gives for "never"; JSON has no infinity
+
+
+class TokenNames:
+    """Token ids to what clients see of them."""
+
+    def __init__(self, tokenizer: Tokenizer | None):
+        self._tokenizer = tokenizer
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """The token's own bytes, special tokens written out; none without a tokenizer."""
+        if self._tokenizer is None:
+            return b""
+        return self._tokenizer.bytes_of(token_id, skip_special_tokens=False)
+
+    def name(self, token_id: int) -> str:
+        r"""Its text; `bytes:\xe2\x82` for a part of a character; its id where it has no bytes."""
+        data = self.bytes_of(token_id)
+        if not data:
+            return f"token_id:{token_id}"
+        try:
+            return data.decode("utf-8")
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+class Offsets:
+    """Where in a choice's text each of its tokens begins, in characters."""
+
+    def __init__(self, tokenizer: Tokenizer | None, *, skip_special_tokens: bool):
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._strips = tokenizer is not None and tokenizer.strips_leading_space
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0
+
+    def next(self, token_id: int) -> int:
+        """The offset of the next token."""
+        start = self._offset
+        if self._tokenizer is not None:
+            skips = self._skip_special_tokens
+            data = self._tokenizer.bytes_of(token_id, skip_special_tokens=skips)
+            if self._strips and data:
+                data, self._strips = data.removeprefix(b" "), False
+            self._offset += len(self._utf8.decode(data))
+        return start
+
+
+def clamp(logprob: float) -> float:
+    return max(logprob, MIN_LOGPROB)  # NaN does not come from the engine
+
+
+def completion_logprobs(
+    entries: Sequence[tuple[int, TokenLogprobs | None]], names: TokenNames, offsets: Offsets
+) -> dict[str, Any]:
+    """`/v1/completions`; an entry is a token and what is known of it (nothing of a first one)."""
+    tops: list[dict[str, float] | None] = []
+    for _, entry in entries:
+        if entry is None:
+            tops.append(None)
+            continue
+        top = {names.name(i): clamp(logprob) for i, logprob in entry.top}
+        top.setdefault(names.name(entry.token_id), clamp(entry.logprob))
+        tops.append(top)
+    return {
+        "tokens": [names.name(token_id) for token_id, _ in entries],
+        "token_logprobs": [None if e is None else clamp(e.logprob) for _, e in entries],
+        "top_logprobs": tops,
+        "text_offset": [offsets.next(token_id) for token_id, _ in entries],
+    }
+
+
+def chat_logprobs(entries: Sequence[TokenLogprobs], names: TokenNames) -> dict[str, Any]:
+    """`/v1/chat/completions`."""
+    return {"content": [_chat_entry(entry, names) for entry in entries], "refusal": None}
+
+
+def prompt_logprobs(
+    entries: Sequence[TokenLogprobs | None], names: TokenNames
+) -> list[dict[str, Any] | None]:
+    """The extra field of that name: one a prompt token, null for the first."""
+    return [None if entry is None else _chat_entry(entry, names) for entry in entries]
+
+
+def _chat_entry(entry: TokenLogprobs, names: TokenNames) -> dict[str, Any]:
+    tops = [_token(i, logprob, names) for i, logprob in entry.top]
+    return _token(entry.token_id, entry.logprob, names) | {"top_logprobs": tops}
+
+
+def _token(token_id: int, logprob: float, names: TokenNames) -> dict[str, Any]:
+    data = list(names.bytes_of(token_id))
+    return {"token": names.name(token_id), "logprob": clamp(logprob), "bytes": data}

@@ -1,0 +1,185 @@
+"""uvicorn around the app: started and stopped by its owner, with time limits on slow clients."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import ssl
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from jaxinfer.serving.config import ServingConfig
+
+BACKLOG = 2048  # connections that the kernel keeps for us; a burst of them is refused by us
+
+
+def build_http_server(app: Any, config: ServingConfig) -> HttpServer:
+    """A server for `app` on `config.host` and `config.http_port`, over TLS where it is set."""
+    return HttpServer(app, config)
+
+
+class HttpServer:
+    """`start`, then `stop`, both in the same event loop; signals are left to the process."""
+
+    def __init__(self, app: Any, config: ServingConfig):
+        self._host, self._port = config.host, config.http_port or 0
+        tls = config.tls
+        self._server = _Server(
+            uvicorn.Config(
+                app,
+                http=_protocol(config.limits.send_timeout_s, config.keepalive_s),
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                backlog=BACKLOG,
+                timeout_keep_alive=config.keepalive_s,  # type: ignore[arg-type]
+                ssl_certfile=tls.certificate,
+                ssl_keyfile=tls.key,
+                ssl_ca_certs=tls.client_ca,
+                ssl_cert_reqs=ssl.CERT_REQUIRED if tls.client_ca else ssl.CERT_NONE,
+            )
+        )
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self) -> int:
+        """Listen; returns the port. `OSError` if the address is taken or is none of this machine's,
+        or a TLS file cannot be read."""
+        self._server.config.load()  # here, so that its errors are the caller's
+        listener = _listen(self._host, self._port)
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]), name="http")
+        await self._server.is_up.wait()
+        return listener.getsockname()[1]
+
+    @property
+    def num_connections(self) -> int:
+        """Open ones, idle or not."""
+        return len(self._server.server_state.connections)
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no more connections, wait `grace_s` for those at work, then cut them."""
+        if self._serving is None:
+            return
+        self._server.config.timeout_graceful_shutdown = grace_s  # type: ignore[assignment]
+        self._server.should_exit = True
+        await self._serving
+        state = self._server.server_state
+        for connection in list(state.connections):
+            if connection.transport is not None:
+                connection.transport.abort()
+        if state.tasks:
+            await asyncio.wait(list(state.tasks))
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's, but for its signal handlers; `is_up` is set when it listens."""
+
+    def __init__(self, config: uvicorn.Config):
+        super().__init__(config)
+        self.is_up = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.is_up.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}") from error
+    listener.setblocking(False)
+    return listener
+
+
+def _protocol(send_timeout_s: float, header_timeout_s: float) -> type[asyncio.Protocol]:
+    """uvicorn makes a protocol itself, a connection: its options are its class's."""
+    options = {"send_timeout_s": send_timeout_s, "header_timeout_s": header_timeout_s}
+    return type("TimedProtocol", (_TimedProtocol,), options)
+
+
+class _TimedProtocol(HttpToolsProtocol):
+    """uvicorn's protocol, which in time cuts whoever takes no byte or does not finish its headers.
+
+    The transport tells when its buffer is full and when it has been read, so this costs nothing a
+    write.
+    """
+
+    send_timeout_s: float  # 0: none
+    header_timeout_s: float
+    _write_timer: asyncio.TimerHandle | None = None
+    _header_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._written()
+        self._headers_came()
+        self._unset_keepalive_if_required()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        # What is left of a body after its refusal is dropped: a client that is cut while it
+        # sends may never see the refusal. One that stops sending is idle, as any other.
+        is_done = self.cycle is not None and self.cycle.response_complete
+        if is_done and self.timeout_keep_alive_task is None:
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self.send_timeout_s:
+            self._write_timer = self.loop.call_later(self.send_timeout_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._written()
+        super().resume_writing()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if self._header_timer is None:
+            self._await_headers()
+
+    def on_headers_complete(self) -> None:
+        self._headers_came()
+        super().on_headers_complete()
+
+    def timeout_keep_alive_handler(self) -> None:
+        if self.transport.get_write_buffer_size():  # closing would wait for it to be read
+            self.transport.abort()
+        else:
+            super().timeout_keep_alive_handler()
+
+    def _await_headers(self) -> None:
+        self._header_timer = self.loop.call_later(self.header_timeout_s, self.transport.abort)
+
+    def _headers_came(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _written(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
