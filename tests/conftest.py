@@ -25,14 +25,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="fail when a parity or conformance test is skipped (CI)",
     )
+    parser.addoption(
+        "--require-browser",
+        action="store_true",
+        help="fail when a test that drives a browser is skipped (CI)",
+    )
 
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
-    """Under --require-parity a skipped parity or conformance test is a failure, with its reason."""
+    """A skip of what --require-... asks to run is a failure, with the skip's reason."""
     outcome = yield
     report = outcome.get_result()
-    must_run = item.get_closest_marker("parity") or item.get_closest_marker("conformance")
-    if report.skipped and must_run and item.config.getoption("--require-parity"):
+    required = [("parity", "parity"), ("conformance", "parity"), ("browser", "browser")]
+    must_run = any(
+        item.get_closest_marker(marker) and item.config.getoption(f"--require-{option}")
+        for marker, option in required
+    )
+    if report.skipped and must_run:
         report.outcome = "failed"
         report.longrepr = f"skipped where it must run: {report.longrepr}"

@@ -1,0 +1,1 @@
+"""The chat page: index.html, one static file, and nothing to import."""
