@@ -1,5 +1,6 @@
 # make run            a real model answers (PROMPT="..." for another question)
 # make test           lint, types and the test suite
+# make serve          the demo model behind HTTP on port 8000 and gRPC on 9000, with a page to talk to
 # make bench          the offline benchmark, beside Hugging Face transformers
 #
 # All set-up is done here: a virtual environment, the install, the demo model. Needs python3 (3.11 or
@@ -9,6 +10,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PROMPT ?= Why is the sky blue?
 PYTEST_ARGS ?=
+SERVE_ARGS ?=
 # Empty: tests alone.
 LINT ?= lint
 # Versions that CI runs with; `make CONSTRAINTS= ...` takes whatever the ranges allow.
@@ -18,7 +20,7 @@ CONSTRAINTS ?= $(wildcard constraints/py$(VERSION).txt)
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
 
-.PHONY: run print-prompt test lint bench references clean
+.PHONY: run serve print-prompt test lint bench references clean
 
 run: $(VENV)/.run
 	@$(PY) scripts/generate.py --model=demo --config=demo --apply_chat_template \
@@ -30,14 +32,17 @@ export PROMPT
 print-prompt:
 	@printf '%s\n' "$$PROMPT"
 
+serve: $(VENV)/.serve
+	@$(PY) scripts/serve.py --model=demo --config=demo $(SERVE_ARGS)
+
 test: $(VENV)/.dev $(LINT)
 	@$(PY) -m pytest -n 2 --dist=worksteal $(PYTEST_ARGS)
 
 # setuptools maps kernels/ to jaxinfer.kernels; a type checker needs to see that on disk.
 lint: $(VENV)/.dev
 	@rm -rf build/types && mkdir -p build/types/jaxinfer
-	@ln -s $(CURDIR)/jaxinfer/* $(CURDIR)/kernels $(CURDIR)/configs \
-	    $(CURDIR)/serving $(CURDIR)/sharding build/types/jaxinfer/
+	@ln -s "$(CURDIR)"/jaxinfer/* "$(CURDIR)"/kernels "$(CURDIR)"/configs \
+	    "$(CURDIR)"/serving "$(CURDIR)"/sharding build/types/jaxinfer/
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m pyright
@@ -54,9 +59,14 @@ $(VENV)/.run: pyproject.toml $(CONSTRAINTS) | $(VENV)
 	@$(PIP) --editable ".[demo]"
 	@touch $@
 
+$(VENV)/.serve: pyproject.toml $(CONSTRAINTS) | $(VENV)
+	@echo "installing jaxinfer and its server into $(VENV)" >&2
+	@$(PIP) --editable ".[demo,serve]"
+	@touch $@
+
 $(VENV)/.dev: pyproject.toml $(CONSTRAINTS) | $(VENV)
 	@echo "installing jaxinfer and its tools into $(VENV)" >&2
-	@$(PIP) --editable ".[demo,dev]"
+	@$(PIP) --editable ".[demo,serve,tracing,bench,dev]"
 	@touch $@
 
 $(VENV)/.parity: $(VENV)/.dev
