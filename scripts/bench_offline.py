@@ -48,7 +48,7 @@ from absl import app, flags
 from bench_report import Measure, OtherLoad, machine, print_table
 
 from jaxinfer import LLM, load_config
-from jaxinfer.garbage import calm_collector
+from jaxinfer.host import calm_collector
 from jaxinfer.loading.demo import demo_model_path
 
 # The least ratio (or the most, for "at most") that a case has to reach, by dtype.

@@ -14,7 +14,7 @@ from typing import Any
 from absl import app, flags
 
 from jaxinfer import LLM, SamplingParams, load_config
-from jaxinfer.garbage import calm_collector
+from jaxinfer.host import calm_collector
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("model", "demo", "What to load.")

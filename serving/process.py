@@ -33,7 +33,7 @@ from typing import Any, NoReturn, TypeVar
 from absl import logging
 
 from jaxinfer import ConfigError, Engine, EngineConfig
-from jaxinfer.garbage import calm_collector
+from jaxinfer.host import calm_collector, compute_behind_serving
 from jaxinfer.llm import load_engine
 from jaxinfer.loading.checkpoint import GenerationDefaults
 from jaxinfer.serving.auth import ApiKeys
@@ -143,6 +143,7 @@ class _Server:
         service = Service(engine, loop, generation=generation, model_name=config.model_name)
         self._metrics.watch(loop, service.model.name)
         calm_collector()
+        compute_behind_serving()
         loop.start()
         self._watchdog = Watchdog(loop, config.watchdog_s, self._on_trouble)
         self._watchdog.start()

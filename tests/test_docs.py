@@ -16,6 +16,7 @@ DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").gl
 # `make` target is run by CI, or by the test named here.
 NOT_HERE = {
     "make test": "the suite itself",
+    "make serve": "test_serve_process.py runs the script, and serving.md's example",
     "make run": "test_make_targets_name_what_exists, and test_smollm2.py runs the script",
     "make .venv/.dev": "the environment that this test runs in",
     "make bench": "minutes of measuring; test_bench.py runs its cases in small",
@@ -98,9 +99,8 @@ def test_make_targets_name_what_exists():
         assert (ROOT / script).exists(), script
     for preset in re.findall(r"--config=(\w+)", makefile):
         assert (ROOT / "configs" / f"{preset}.toml").exists(), preset
-    dry = subprocess.run(
-        ["make", "--dry-run", "run", "test", "bench"], cwd=ROOT, capture_output=True, text=True
-    )
+    targets = ["run", "serve", "test", "bench"]
+    dry = subprocess.run(["make", "--dry-run", *targets], cwd=ROOT, capture_output=True, text=True)
     assert dry.returncode == 0, dry.stderr
 
 

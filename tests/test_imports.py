@@ -39,7 +39,7 @@ ENGINE_SURFACE = {
     "jaxinfer",
     "jaxinfer.config",
     "jaxinfer.engine",
-    "jaxinfer.garbage",
+    "jaxinfer.host",
     "jaxinfer.llm",
     "jaxinfer.loading.checkpoint",
     "jaxinfer.options",
