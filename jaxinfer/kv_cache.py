@@ -12,15 +12,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxinfer.kernels.dispatch import platform
 from jaxinfer.kernels.paged_attention import write_pages
 from jaxinfer.kernels.paged_attention.api import token_rows
+from jaxinfer.kernels.paged_attention.folding import rows_and_lanes
 
 
 class LayerPages(NamedTuple):
-    """One layer's cache: cell b of page p holds K heads of keys and of values."""
+    """One layer's cache: cell b of page p holds K heads of keys and of values.
 
-    k: Float[Array, "P K B H"]
-    v: Float[Array, "P K B H"]
+    Rows and lanes are B and H, or folded (`layout`).
+    """
+
+    k: Float[Array, "P K rows lanes"]
+    v: Float[Array, "P K rows lanes"]
 
     def write(self, k: jax.Array, v: jax.Array, batch: RaggedBatch) -> LayerPages:
         """Store the step's new keys and values [T, K, H]; in place under donation."""
@@ -45,11 +50,16 @@ class RaggedBatch(NamedTuple):
     write_cell: Int[Array, " T"]
 
 
+def layout(page_size: int, head_dim: int) -> tuple[int, int]:
+    """Rows and lanes of a page: B and H, but folded on a TPU whose lanes H would not fill."""
+    return rows_and_lanes(page_size, head_dim) if platform() == "tpu" else (page_size, head_dim)
+
+
 def allocate(
     num_layers: int, num_pages: int, num_kv_heads: int, page_size: int, head_dim: int, dtype
 ) -> tuple[LayerPages, ...]:
-    """`num_layers` layers of zeroed pages [P, K, B, H]."""
-    shape = (num_pages, num_kv_heads, page_size, head_dim)
+    """`num_layers` layers of zeroed pages."""
+    shape = (num_pages, num_kv_heads, *layout(page_size, head_dim))
     return tuple(
         LayerPages(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(num_layers)
     )
@@ -59,7 +69,8 @@ def page_bytes(
     num_layers: int, num_kv_heads: int, page_size: int, head_dim: int, dtype: jnp.dtype
 ) -> int:
     """Bytes that one page takes over all layers, keys and values."""
-    return 2 * num_layers * num_kv_heads * page_size * head_dim * jnp.dtype(dtype).itemsize
+    rows, lanes = layout(page_size, head_dim)
+    return 2 * num_layers * num_kv_heads * rows * lanes * jnp.dtype(dtype).itemsize
 
 
 def ragged_batch(

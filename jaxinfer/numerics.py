@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 
 from jaxinfer.config import EngineConfig
+from jaxinfer.kernels.dispatch import platform
 from jaxinfer.kernels.paged_attention import BACKENDS
 from jaxinfer.nn.layers import Numerics
 from jaxinfer.options import ConfigError
@@ -20,7 +21,7 @@ def numerics_for(config: EngineConfig) -> Numerics:
         )
     name = config.dtype
     if name == "auto":
-        name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+        name = "float32" if platform() == "cpu" else "bfloat16"
     return Numerics(jax.numpy.dtype(name), config.batch_invariant, backend)
 
 

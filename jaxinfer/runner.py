@@ -21,6 +21,7 @@ from absl import logging
 from jaxinfer import kv_cache, step
 from jaxinfer.batch import StepShape, build, packed_size
 from jaxinfer.config import EngineConfig
+from jaxinfer.kernels.dispatch import platform
 from jaxinfer.kernels.paged_attention.api import INVARIANT_TILE
 from jaxinfer.memory import MemoryPlan, device_limit, plan_pages
 from jaxinfer.models.functional import FunctionalModel, Weights
@@ -46,7 +47,7 @@ class Runner:
         self.compile_seconds = 0.0  # tracing and compiling, by the clock
         self._is_warm = False
         self._programs: dict[str, Any] = {}
-        on_cpu = jax.default_backend() == "cpu"
+        on_cpu = platform() == "cpu"
         self.program = step.Program(
             model,
             page_size=config.cache.page_size,

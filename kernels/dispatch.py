@@ -2,6 +2,14 @@
 
 A front door that finds no taker raises one error that lists every reason, so that an operator
 never falls back in silence to something the caller did not ask for.
+
+The platform is that of the mesh in use where the mesh says one, else this process's own. So a
+program is traced for a chip that this machine lacks by JAX's own means, and jit, whose traces are
+kept by mesh, does not mix it up with the program for this machine:
+
+    device = AbstractDevice(device_kind="TPU v5 lite", num_cores=1, platform="tpu")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
+        jax.jit(f).trace(*abstract).lower(lowering_platforms=("tpu",))
 """
 
 from __future__ import annotations
@@ -23,6 +31,18 @@ class NoBackendError(NotImplementedError):
     """No backend of an operator took the call; the message lists each one's reason."""
 
 
+def platform() -> str:
+    """What is being traced for: `cpu`, `gpu` or `tpu`."""
+    device: Any = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
+
+
+def device_kind() -> str:
+    """The chip that is being traced for, by JAX's name for it, as `NVIDIA H100 80GB HBM3`."""
+    device: Any = jax.sharding.get_abstract_mesh().abstract_device
+    return (jax.devices()[0] if device is None else device).device_kind
+
+
 def dispatch(
     operator: str,
     backends: Mapping[str, Callable[..., Any]],
@@ -41,8 +61,8 @@ def dispatch(
             )
         names: tuple[str, ...] = (backend,)
     else:
-        platform = jax.default_backend()
-        names = tuple(n for n in PREFERENCE.get(platform, ("xla",)) if n in backends)
+        preferred = PREFERENCE.get(platform(), ("xla",))
+        names = tuple(name for name in preferred if name in backends)
     reasons = []
     for name in names:
         try:

@@ -2,8 +2,15 @@
 
 import jax
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
 
-from jaxinfer.kernels.dispatch import PREFERENCE, NoBackendError, dispatch
+from jaxinfer.kernels.dispatch import (
+    PREFERENCE,
+    NoBackendError,
+    device_kind,
+    dispatch,
+    platform,
+)
 
 
 def takes(name):
@@ -29,6 +36,30 @@ def test_a_platform_gets_its_best_backend(on_platform, platform, taker):
     on_platform(platform)
     backends = {name: takes(name) for name in ("reference", "xla", "gpu", "hopper", "tpu")}
     assert dispatch("op", backends, None, 1, b=2) == (taker, (1,), {"b": 2})
+
+
+def traced_for(platform, device_kind):
+    device = AbstractDevice(device_kind=device_kind, num_cores=1, platform=platform)
+    return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device))
+
+
+@pytest.mark.parametrize(("target", "taker"), [("tpu", "tpu"), ("gpu", "hopper"), ("cpu", "xla")])
+def test_a_program_for_another_chip_gets_that_chips_backend(on_platform, target, taker):
+    on_platform("cpu")
+    backends = {name: takes(name) for name in ("xla", "gpu", "hopper", "tpu")}
+    chosen = []
+
+    @jax.jit
+    def inner(x):
+        chosen.append((dispatch("op", backends, None)[0], platform(), device_kind()))
+        return x
+
+    inner.trace(1.0)
+    with traced_for(target, "a chip"):
+        jax.jit(lambda x: inner(x) + 1).trace(1.0)
+    inner.trace(1.0)  # remembered, and still that of this machine
+    own = ("xla", "cpu", jax.devices()[0].device_kind)
+    assert chosen == [own, (taker, target, "a chip")]
 
 
 def test_one_that_declines_hands_over_to_the_next(on_platform):

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from attention_cases import Case, Shape, attend, check, make_case, run
+from attention_cases import EMULATED, Case, Shape, check, make_case, program_of, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +17,8 @@ from jaxinfer.kernels.paged_attention import BACKENDS
 pytestmark = pytest.mark.conformance
 
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
+# Emulators are slow: what needs many programs or many runs has smaller tests beside their kernels.
+every_quick_backend = pytest.mark.parametrize("backend", [b for b in BACKENDS if b not in EMULATED])
 
 # Decodes, chunks, an empty row in between, a whole prompt; lengths on both sides of pages.
 MIXED = [(1, 33), (1, 1), (7, 40), (0, 0), (1, 16), (20, 20), (1, 100), (3, 17)]
@@ -177,7 +179,7 @@ def test_poison_of_any_kind_stays_out(backend):
         assert np.array_equal(run(other, backend, scale=0.25), clean)
 
 
-@every_backend
+@every_quick_backend
 def test_results_do_not_depend_on_the_width_of_the_table(backend):
     narrow = make_case(MIXED)
     wide = np.pad(narrow.page_table, ((0, 0), (0, 53)), constant_values=narrow.page_table[-1, -1])
@@ -201,7 +203,7 @@ ROWS = st.lists(st.tuples(st.integers(0, 24), st.integers(0, 40)), max_size=5).m
 )
 
 
-@every_backend
+@every_quick_backend
 @settings(deadline=None, max_examples=60)
 @given(rows=ROWS, seed=st.integers(0, 99))
 def test_any_ragged_batch(backend, rows, seed):
@@ -231,7 +233,7 @@ def _split(whole: Case, chunk: tuple[int, int], T: int, R: int, at: int) -> Case
     return Case(q, whole.k_pages, whole.v_pages, q_start, kv_len, table)
 
 
-@every_backend
+@every_quick_backend
 @pytest.mark.parametrize("variant", ["plain", "all"])
 def test_batch_invariant_results_are_bit_equal_in_any_chunk_and_company(backend, variant):
     options = {"scale": 0.25, **VARIANTS[variant], "batch_invariant": True}
@@ -246,13 +248,13 @@ def test_batch_invariant_results_are_bit_equal_in_any_chunk_and_company(backend,
             assert np.array_equal(out[at : at + end - first], truth[first:end]), (T, R, first)
 
 
-@every_backend
+@every_quick_backend
 def test_batch_invariant_results_are_the_formula_too(backend):
     check(make_case(MIXED), backend, batch_invariant=True)
     check(make_case([(24, 30), (0, 0), (24, 24)]), backend, batch_invariant=True, window=4)
 
 
-@every_backend
+@every_quick_backend
 def test_chunks_give_what_the_whole_gives(backend):
     whole = _sequence(SMALL, 40)
     truth = run(whole, backend, scale=0.25)
@@ -264,7 +266,7 @@ def test_chunks_give_what_the_whole_gives(backend):
 @every_backend
 def test_one_program_serves_all_lengths(backend):
     shape = Shape(num_tokens=13, num_rows=4, head_dim=24)  # no other test's
-    program: Any = attend  # the size of its cache is no public name
+    program: Any = program_of(backend)  # the size of its cache is no public name
     before = program._cache_size()
     for rows in ([], [(1, 1)] * 4, [(13, 13)], [(1, 100), (12, 60)]):
         run(make_case(rows, shape), backend, scale=1.0)

@@ -17,6 +17,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jaxinfer.kernels.dispatch import platform
 from jaxinfer.kernels.paged_attention.api import INVARIANT_TILE
 
 FLOAT32 = np.dtype(np.float32)
@@ -70,7 +71,7 @@ def project(x: jax.Array, weight: jax.Array, *, is_transposed=False, accumulate=
         weight = weight.reshape(math.prod(weight.shape[:in_dims]), -1)
     contracted = ((1,), (1 if is_transposed else 0,))
     T, x = x.shape[0], x.reshape(x.shape[0], -1)
-    if T == 1 and x.dtype != jnp.float32 and jax.default_backend() == "cpu":
+    if T == 1 and x.dtype != jnp.float32 and platform() == "cpu":
         # One row of bfloat16 is no matrix to XLA on CPU, and takes a path 20 times as slow.
         x = jnp.pad(x, ((0, 1), (0, 0)))
     product = jax.lax.dot_general(

@@ -14,6 +14,9 @@ For a query at position p of row r and head n (KV head n // G), over positions s
     z[s]  = -inf  unless  s <= p  and  s > p - window                (causal, sliding window)
     out   = sum_s exp(z[s]) v[s] / (sum_s exp(z[s]) + exp(sinks[n])) (gpt-oss; without sinks: 0)
 
+Pages are [P, K, B, H] (rows = B, lanes = H) or folded, [P, K, B / f, L] with L a multiple of 128,
+which suits a TPU where H is not one (`folding.py`).
+
 Cells past `kv_len` and pages that no row owns may hold anything, NaN included; they never reach the
 output. A token of no row (padding past `q_start[R]`) gets zeros.
 """
@@ -25,17 +28,22 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.kernels.dispatch import dispatch
-from jaxinfer.kernels.paged_attention import reference, xla
+from jaxinfer.kernels.paged_attention import reference, tpu, xla
+from jaxinfer.kernels.paged_attention.folding import fold_of, unfolding, write_folded
 
-BACKENDS = {"reference": reference.paged_attention, "xla": xla.paged_attention}
+BACKENDS = {
+    "reference": unfolding(reference.paged_attention),
+    "xla": unfolding(xla.paged_attention),
+    "tpu": tpu.paged_attention,
+}
 
 INVARIANT_TILE = 16  # tokens computed together in batch-invariant mode
 
 
 def paged_attention(
     q: Float[Array, "T N H"],
-    k_pages: Float[Array, "P K B H"],
-    v_pages: Float[Array, "P K B H"],
+    k_pages: Float[Array, "P K rows lanes"],
+    v_pages: Float[Array, "P K rows lanes"],
     q_start: Int[Array, " R1"],
     kv_len: Int[Array, " R"],
     page_table: Int[Array, "R W"],
@@ -81,15 +89,18 @@ def paged_attention(
 
 
 def write_pages(
-    pages: Float[Array, "P K B H"],
+    pages: Float[Array, "P K rows lanes"],
     new: Float[Array, "T K H"],
     page: Int[Array, " T"],
     cell: Int[Array, " T"],
-) -> Float[Array, "P K B H"]:
+) -> Float[Array, "P K rows lanes"]:
     """Put `new[t]` into `cell[t]` of `page[t]`; a token whose page is P or more is dropped.
 
-    In place when the caller's jit donates `pages`: the cost follows T, not the pool.
+    In place when the caller's jit donates `pages`: the cost follows T, not the pool. Of folded
+    pages, tokens of one page must lie one behind another in `new`, as a row's tokens do.
     """
+    if pages.shape[3] != new.shape[2]:
+        return write_folded(pages, new, page, cell)
     return pages.at[page, :, cell].set(new.astype(pages.dtype), mode="drop")
 
 
@@ -131,7 +142,7 @@ def _token_by_token(attend, q, q_start, kv_len, page_table):
 def _check_shapes(q, k_pages, v_pages, q_start, kv_len, page_table) -> None:
     if k_pages.shape != v_pages.shape:
         raise ValueError(f"k_pages {k_pages.shape} and v_pages {v_pages.shape} differ in shape")
-    if q.shape[2] != k_pages.shape[3]:
+    if not fold_of(k_pages.shape[3], q.shape[2]):
         raise ValueError(f"head dim of q is {q.shape[2]}, of the pages {k_pages.shape[3]}")
     if q.shape[1] % k_pages.shape[1]:
         raise ValueError(f"{q.shape[1]} query heads are no multiple of {k_pages.shape[1]} KV heads")

@@ -1,0 +1,85 @@
+"""Folded pages: [P, K, B / f, L] for [P, K, B, H], with L a multiple of 128 and f = L // H.
+
+A TPU keeps the last axis of an array in rows of 128 lanes. An array [P, K, B, H] whose H is no
+multiple of 128 is padded to one, or laid out by XLA with another axis last, which the kernel cannot
+read: the whole pool is then copied (one layer compiled for a v5e, H = 64, jax 0.10.2: 2 GiB of
+temporaries for a pool of 512 MiB; folded: none).
+
+A folded row holds f tokens side by side, token b of a page in lanes [b % f * H, (b % f + 1) * H) of
+row b // f; lanes behind the last are zero. H = 64: f = 2, L = 128, nothing is wasted; H = 80 or 96:
+f = 1, L = 128; H = 192: f = 1, L = 256.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+LANES = 128
+
+
+def rows_and_lanes(page_size: int, head_dim: int) -> tuple[int, int]:
+    """The last two axes of folded pages; (B, H), not folded, where that is not needed or B is no
+    multiple of f."""
+    fold = max(1, LANES // head_dim)
+    lanes = -(-fold * head_dim // LANES) * LANES
+    fold = lanes // head_dim
+    if head_dim % LANES == 0 or page_size % fold:
+        return page_size, head_dim
+    return page_size // fold, lanes
+
+
+def fold_of(lanes: int, head_dim: int) -> int:
+    """Tokens in a row of `lanes` numbers; 0 if such a row cannot hold heads of `head_dim`."""
+    is_folded = lanes > head_dim and lanes % LANES == 0
+    return lanes // head_dim if is_folded else int(lanes == head_dim)
+
+
+def unfold(pages: jax.Array, head_dim: int) -> jax.Array:
+    """[P, K, B / f, L] -> [P, K, B, H]; free where the memory is row by row and L = f * H."""
+    P, K, rows, lanes = pages.shape
+    fold = fold_of(lanes, head_dim)
+    pages = pages[..., : fold * head_dim].reshape(P, K, rows, fold, head_dim)
+    return pages.reshape(P, K, rows * fold, head_dim)
+
+
+def unfolding(backend):
+    """A backend of plain pages, for folded ones too."""
+
+    @functools.wraps(backend)
+    def attend(q, k_pages, v_pages, *args, **options):
+        H = q.shape[2]
+        if k_pages.shape[3] != H:
+            k_pages, v_pages = unfold(k_pages, H), unfold(v_pages, H)
+        return backend(q, k_pages, v_pages, *args, **options)
+
+    return attend
+
+
+def write_folded(pages, new, page, cell):
+    """`write_pages` of folded pages [P, K, rows, L], by whole rows of lanes.
+
+    A scatter of part of a row made XLA (v5e) copy the pool; one of whole rows is in place. So each
+    token reads its row and writes it back with all the step's tokens that share it: they are among
+    its f - 1 neighbours on either side, and write the same.
+    """
+    T, _, H = new.shape
+    lanes = pages.shape[3]
+    fold = fold_of(lanes, H)
+    row, part = cell // fold, cell % fold
+    merged = pages.at[page, :, row].get(mode="clip")  # [T, K, L]
+    wide = jnp.pad(jnp.tile(new.astype(pages.dtype), (1, 1, fold)), _behind(lanes - fold * H))
+    lane_part = jnp.arange(lanes) // H
+    token = jnp.arange(T)
+    for step in range(1 - fold, fold):
+        other = jnp.clip(token + step, 0, T - 1)
+        shares = (page[other] == page) & (row[other] == row)
+        is_its = shares[:, None] & (lane_part == part[other][:, None])
+        merged = jnp.where(is_its[:, None], wide[other], merged)
+    return pages.at[page, :, row].set(merged, mode="drop")
+
+
+def _behind(num: int):
+    return ((0, 0), (0, 0), (0, num))

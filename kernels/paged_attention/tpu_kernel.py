@@ -1,0 +1,213 @@
+"""The body of the TPU kernel: one flat walk over all blocks of all query tiles.
+
+The work of a call is a list of *items*, each a run of query tokens of one row, in token order. An
+item walks the *blocks* (of `pages_a_block` pages) that its queries can see. The loop goes over all
+blocks of all items as if they were one sequence, so that the pipeline never drains between rows:
+
+    ids of block i + slots  ->  pages of block i + slots - 1  ->  arithmetic of block i
+       (HBM -> SMEM)               (HBM -> VMEM)                    (online softmax)
+
+An item of one token (a decode) works on `group` rows a KV head; a longer one on `group * M`.
+
+Fold: a page may hold `fold` tokens in one row of lanes (`folding.py`). Each query then has
+`fold` copies, copy j with its numbers in lanes [j * H, (j + 1) * H) and zeros elsewhere, so that
+copy j attends to the tokens of parity j alone; the copies' softmaxes are merged at the end.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.lax import div, rem
+
+from jaxinfer.kernels.paged_attention.tpu_plan import (
+    BLOCK,
+    END_BLOCK,
+    IDS,
+    NUM_FIELDS,
+    ROW,
+    TOKEN_RUN,
+    Item,
+    Plan,
+    Refs,
+    guard,
+    page_range,
+    tile_start,
+)
+from jaxinfer.kernels.paged_attention.tpu_softmax import (
+    attend,
+    clear_unread,
+    load_queries,
+    rows_of,
+    store_result,
+)
+
+
+def kernel(plan: Plan, variant: tuple[bool, bool], *refs) -> None:
+    """Entry point: `refs` as in `Refs`, without those that `variant` (sinks, slopes) lacks."""
+    present = iter(refs)
+    has_sinks, has_slopes = variant
+    has = {"sinks": has_sinks, "slopes": has_slopes, "row_slopes": has_slopes}
+    r = Refs(*(next(present) if has.get(name, True) else None for name in Refs._fields))
+    core = pl.program_id(0)
+    first, num_steps = r.core_first[core], r.core_steps[core]
+    start = (first, _field(plan, r, BLOCK, first))
+    if r.slopes is not None:
+        for k in range(plan.num_kv_heads):
+            r.row_slopes[k] = rows_of(r.slopes[k], plan.tile)
+
+    def turn(i, cursors):
+        """Each stage on its own block; the first turns fill the pipeline."""
+        ids, pages, here = cursors
+        _stage(i + plan.slots, num_steps, partial(_start_ids, plan, r, at=ids))
+        _stage(i + plan.slots - 1, num_steps, partial(_start_pages, plan, r, at=pages))
+        _stage(i, num_steps, partial(_work, plan, r, at=here, first_item=first))
+        pages = _advance(plan, r, pages, i + plan.slots - 1 >= 0)
+        return _advance(plan, r, ids), pages, _advance(plan, r, here, i >= 0)
+
+    first_turn = jnp.where(num_steps > 0, -plan.slots, 0)
+    *_, (end, _) = jax.lax.fori_loop(first_turn, num_steps, turn, (start, start, start))
+    wait = lambda index, _: _wait_out(plan, r, index)
+    jax.lax.fori_loop(jnp.maximum(first, end - 2), end, wait, None)
+
+
+def _stage(step, num_steps, action) -> None:
+    guard((step >= 0) & (step < num_steps), lambda: action(step))
+
+
+def _field(plan: Plan, r: Refs, field: int, index):
+    return r.items[field * plan.num_items + index]
+
+
+def _item(plan: Plan, r: Refs, index) -> Item:
+    return Item(index, *(_field(plan, r, field, index) for field in range(NUM_FIELDS)))
+
+
+def _advance(plan: Plan, r: Refs, at, is_moving: Any = True):
+    """The block after (item, block), perhaps the next item's first. The list ends in an empty one,
+    where a cursor stays."""
+    index, block = at
+    is_over = block + 1 >= _field(plan, r, END_BLOCK, index)
+    following = jnp.minimum(index + 1, plan.num_items - 1)
+    next_block = jnp.where(is_over, _field(plan, r, BLOCK, following), block + 1)
+    following = jnp.where(is_over, following, index)
+    return jnp.where(is_moving, following, index), jnp.where(is_moving, next_block, block)
+
+
+def _ids_copy(plan: Plan, r: Refs, step, at):
+    index, block = at
+    row = _field(plan, r, ROW, index)
+    part = row * plan.ids_a_row + div(block * plan.pages_a_block, IDS)
+    slot = rem(step, 2)
+    return pltpu.make_async_copy(r.table.at[part], r.ids.at[slot], r.ids_sem.at[slot])
+
+
+def _start_ids(plan: Plan, r: Refs, step, *, at) -> None:
+    _ids_copy(plan, r, step, at).start()
+
+
+def _page_copies(plan: Plan, r: Refs, slot, block, page, page_id):
+    """Of keys and of values."""
+    at = pl.multiple_of((page - block * plan.pages_a_block) * plan.page_rows, plan.page_rows)
+    cells = pl.ds(at, plan.page_rows)
+    sem = r.kv_sem.at[slot]
+    return (
+        pltpu.make_async_copy(r.k_pages.at[page_id], r.k.at[slot, :, cells], sem),
+        pltpu.make_async_copy(r.v_pages.at[page_id], r.v.at[slot, :, cells], sem),
+    )
+
+
+def _start_pages(plan: Plan, r: Refs, step, *, at) -> None:
+    """Fetch a block's pages, and with an item's first block its queries."""
+    index, block = at
+    item = _item(plan, r, index)
+    slot = rem(step, plan.slots)
+    _ids_copy(plan, r, step, at).wait()
+    first, end = page_range(plan, item, block)
+
+    def fetch(page, _):
+        page_id = r.ids[rem(step, 2), 0, rem(page, IDS)]
+        for copy in _page_copies(plan, r, slot, block, page, page_id):
+            copy.start()
+
+    jax.lax.fori_loop(first, end, fetch, None)
+    guard(block == item.block, lambda: _queries(plan, r, item, lambda copy: copy.start()))
+
+
+def _wait_pages(plan: Plan, r: Refs, slot, item: Item, block) -> None:
+    first, end = page_range(plan, item, block)
+
+    def wait(page, _):
+        for copy in _page_copies(plan, r, slot, block, page, 0):
+            copy.wait()
+
+    jax.lax.fori_loop(first, end, wait, None)
+
+
+def _queries(plan: Plan, r: Refs, item: Item, action) -> None:
+    """`action` on the copy of the item's queries: one token, or M of them."""
+    slot = rem(item.index, plan.slots)
+    sem = r.q_sem.at[slot]
+
+    def one():
+        action(pltpu.make_async_copy(r.q.at[item.first], r.q_tile.at[slot, 0], sem))
+
+    def many():
+        tokens = pl.ds(tile_start(plan, r, item), plan.tile)
+        action(pltpu.make_async_copy(r.q.at[tokens], r.q_tile.at[slot], sem))
+
+    guard(item.count == 1, one)
+    if plan.tile > 1:
+        guard(item.count > 1, many)
+
+
+def _out_copies(plan: Plan, r: Refs, item: Item, action) -> None:
+    """`action` on the copies of the item's result: its tokens alone, in runs, then one by one."""
+    slot = rem(item.index, 2)
+    shift = jnp.where(item.count == 1, 0, item.first - tile_start(plan, r, item))
+    num_runs = div(item.count, TOKEN_RUN)
+
+    def copy(done, size):
+        source = r.out_tile.at[slot, pl.ds(shift + done, size)]
+        target = r.out.at[pl.ds(item.first + done, size)]
+        action(pltpu.make_async_copy(source, target, r.out_sem.at[slot]))
+
+    if plan.tile >= TOKEN_RUN:
+        jax.lax.fori_loop(0, num_runs, lambda i, _: copy(i * TOKEN_RUN, TOKEN_RUN), None)
+    jax.lax.fori_loop(num_runs * TOKEN_RUN, item.count, lambda i, _: copy(i, 1), None)
+
+
+def _wait_out(plan: Plan, r: Refs, index) -> None:
+    _out_copies(plan, r, _item(plan, r, index), lambda copy: copy.wait())
+
+
+def _work(plan: Plan, r: Refs, step, *, at, first_item) -> None:
+    """One block of one item: its arithmetic, and at the item's ends its queries and its result."""
+    index, block = at
+    item = _item(plan, r, index)
+    slot = rem(step, plan.slots)
+
+    def begin():
+        _queries(plan, r, item, lambda copy: copy.wait())
+        for_rows(load_queries)
+
+    def finish():
+        guard(index - 2 >= first_item, lambda: _wait_out(plan, r, index - 2))
+        for_rows(store_result)
+        _out_copies(plan, r, item, lambda copy: copy.start())
+
+    def for_rows(action):
+        guard(item.count == 1, lambda: action(plan, r, item, 1))
+        if plan.tile > 1:
+            guard(item.count > 1, lambda: action(plan, r, item, plan.tile))
+
+    guard(block == item.block, begin)
+    _wait_pages(plan, r, slot, item, block)
+    clear_unread(plan, r, slot, item, block)
+    for_rows(lambda plan, r, item, tokens: attend(plan, r, slot, item, block, tokens))
+    guard(block + 1 == item.end_block, finish)

@@ -1,0 +1,128 @@
+"""What the parts of the TPU kernel share: its plan, its memory, an item of its work."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.lax import div  # `//` rounds down, which costs more and asks for the device
+
+# Page ids come to SMEM this many at a time: the smallest slice of HBM that Mosaic lets a DMA take.
+IDS = 128
+
+# Tokens transposed together, and tokens of a result that go to HBM in one DMA: the rows of a tile
+# of bfloat16.
+TOKEN_RUN = 16
+
+# A finite stand-in for -inf. A row that has seen nothing yet gathers weights exp(0); the first
+# position it does see fades them by exp(MASKED - top) = 0. Rows that never see any are not stored.
+MASKED = -1e30
+
+# Fields of an item, in the order `items` holds them.
+ROW, FIRST, COUNT, POSITION, BLOCK, END_BLOCK = range(6)
+NUM_FIELDS = 6
+
+
+class Plan(NamedTuple):
+    """What a kernel is compiled for."""
+
+    num_kv_heads: int  # K
+    group: int  # G
+    fold: int  # tokens in a row of lanes
+    head_dim: int  # H
+    page_rows: int  # rows of lanes in a page: B / fold
+    pages_a_block: int
+    tile: int  # M
+    slots: int
+    num_items: int
+    ids_a_row: int  # slices of IDS page ids in a row of the table
+    scale: float
+    window: int | None
+    soft_cap: float | None
+    compute: Any  # dtype of the operands of both products
+
+    @property
+    def copies(self) -> int:
+        """Rows of a product that one token brings: Y."""
+        return self.fold * self.group
+
+    def rows_at_once(self, tokens: int) -> int:
+        """Rows in one product: a divisor of all. Loops in place of long straight code: a layer's
+        kernel took 3 s to compile and 1 MB before."""
+        rows = self.copies * tokens
+        if tokens == 1:
+            return rows
+        return TOKEN_RUN * max(d for d in range(1, 9) if rows // TOKEN_RUN % d == 0)
+
+    @property
+    def page_size(self) -> int:
+        return self.page_rows * self.fold
+
+    @property
+    def block_rows(self) -> int:
+        return self.pages_a_block * self.page_rows
+
+    @property
+    def block_len(self) -> int:
+        return self.pages_a_block * self.page_size
+
+
+class Refs(NamedTuple):
+    """The kernel's memory. X is `fold` * N, Y is `fold` * G, L the lanes of a page's row."""
+
+    items: Any  # SMEM [6 * num_items]
+    core_first: Any  # SMEM [cores]: each core's first item
+    core_steps: Any  # SMEM [cores]: and its number of blocks
+    table: Any  # HBM [R * ids_a_row, 1, IDS]
+    q: Any  # HBM [T, X, L]
+    k_pages: Any  # HBM [P, K, page_rows, L]
+    v_pages: Any  # HBM [P, K, page_rows, L]
+    sinks: Any  # VMEM [K, Y, 128] or None
+    slopes: Any  # VMEM [K, Y, 128] or None
+    out: Any  # HBM [T, N, L]
+    ids: Any  # SMEM [2, 1, IDS]
+    k: Any  # VMEM [slots, K, block_rows, L]
+    v: Any  # VMEM [slots, K, block_rows, L]
+    q_tile: Any  # VMEM [slots, M, X, L]
+    q_rows: Any  # VMEM [K, Y * M, L]
+    top: Any  # VMEM [K, Y * M, 128], equal in all lanes
+    total: Any  # VMEM [K, Y * M, 128], equal in all lanes
+    acc: Any  # VMEM [K, Y * M, L]
+    row_slopes: Any  # VMEM [K, Y * M, 128] or None
+    out_tile: Any  # VMEM [2, M, N, L]
+    ids_sem: Any  # [2]
+    kv_sem: Any  # [slots]
+    q_sem: Any  # [slots]
+    out_sem: Any  # [2]
+
+
+class Item(NamedTuple):
+    """One run of queries: all scalars."""
+
+    index: Any
+    row: Any
+    first: Any  # its first token
+    count: Any  # its number of tokens
+    position: Any  # of its first token
+    block: Any  # the first one it sees
+    end_block: Any  # the one behind its last
+
+
+def guard(condition, action) -> None:
+    pl.when(condition)(action)
+
+
+def tile_start(plan: Plan, r: Refs, item: Item):
+    """Where the item's M tokens of q are read from: the last tile may not reach past the end."""
+    return jnp.minimum(item.first, r.q.shape[0] - plan.tile)
+
+
+def page_range(plan: Plan, item: Item, block):
+    """The first page of the block that the item sees, and the one behind the last."""
+    first, end = block * plan.pages_a_block, (block + 1) * plan.pages_a_block
+    if plan.window is not None:
+        oldest = jnp.maximum(item.position - plan.window + 1, 0)
+        first = jnp.maximum(first, div(oldest, plan.page_size))
+    last = item.position + item.count - 1
+    return first, jnp.minimum(end, div(last, plan.page_size) + 1)
