@@ -1,6 +1,7 @@
 # make run            a real model answers (PROMPT="..." for another question)
 # make test           lint, types and the test suite
 # make serve          the demo model behind HTTP on port 8000 and gRPC on 9000, with a page to talk to
+# make compile-check  every kernel and preset, by the real TPU and GPU compilers, on this CPU
 # make bench          the offline benchmark, beside Hugging Face transformers
 #
 # All set-up is done here: a virtual environment, the install, the demo model. Needs python3 (3.11 or
@@ -11,6 +12,9 @@ VENV ?= .venv
 PROMPT ?= Why is the sky blue?
 PYTEST_ARGS ?=
 SERVE_ARGS ?=
+COMPILE_ARGS ?=
+# The jax that the compile gate was written for.
+JAX := 0.10.2
 # Empty: tests alone.
 LINT ?= lint
 # Versions that CI runs with; `make CONSTRAINTS= ...` takes whatever the ranges allow.
@@ -20,7 +24,7 @@ CONSTRAINTS ?= $(wildcard constraints/py$(VERSION).txt)
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
 
-.PHONY: run serve print-prompt test lint bench references clean
+.PHONY: run serve print-prompt test lint compile-check bench references clean
 
 run: $(VENV)/.run
 	@$(PY) scripts/generate.py --model=demo --config=demo --apply_chat_template \
@@ -47,6 +51,10 @@ lint: $(VENV)/.dev
 	@$(PY) -m ruff format --check .
 	@$(PY) -m pyright
 
+# In an environment of its own: with the CUDA plugin installed, a plain `import jax` complains.
+compile-check: $(VENV)-compile/.done
+	@$(VENV)-compile/bin/python scripts/compile_check.py $(COMPILE_ARGS)
+
 bench: $(VENV)/.parity
 	@$(PY) scripts/bench_offline.py
 
@@ -69,6 +77,15 @@ $(VENV)/.dev: pyproject.toml $(CONSTRAINTS) | $(VENV)
 	@$(PIP) --editable ".[demo,serve,tracing,bench,dev]"
 	@touch $@
 
+$(VENV)-compile/.done: pyproject.toml $(CONSTRAINTS)
+	@echo "installing the compilers into $(VENV)-compile" >&2
+	@$(PYTHON) -m venv $(VENV)-compile
+	@$(VENV)-compile/bin/python -m pip install --quiet --disable-pip-version-check \
+	    $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) "jax[tpu]==$(JAX)" jax-cuda12-plugin==$(JAX) \
+	    jax-cuda12-pjrt==$(JAX) nvidia-cuda-nvcc-cu12==12.9.86 nvidia-cuda-runtime-cu12==12.9.79 triton==3.6.0 \
+	    --editable .
+	@touch $@
+
 $(VENV)/.parity: $(VENV)/.dev
 	@echo "installing PyTorch (CPU) and transformers into $(VENV)" >&2
 	@$(PIP) torch==2.13.0
@@ -80,4 +97,4 @@ $(VENV):
 	@$(PYTHON) -m venv $(VENV)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(VENV)-compile build dist *.egg-info

@@ -1,0 +1,302 @@
+"""What a compiler's texts say: kernels launched, loops, collectives, memory on the chip, spills.
+
+An XLA module's text (`compiled.as_text()`) is a list of computations of instructions; the entry
+computation runs from top to bottom. A *launch* is an instruction that starts work on the device: a
+fusion, a custom call (a Pallas or Triton kernel), a product, a copy, a sort. Free are parameters,
+constants, tuples, bitcasts, ends of asynchronous pairs, and scalars that no kernel computes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+FREE = (
+    "add-dependency",
+    "after-all",
+    "bitcast",
+    "constant",
+    "domain",
+    "get-dimension-size",
+    "get-tuple-element",
+    "opt-barrier",
+    "parameter",
+    "partition-id",
+    "replica-id",
+    "tuple",
+)
+FREE_CALLS = (  # custom calls that start nothing
+    "AllocateBuffer",
+    "ConcatBitcast",
+    "SPMDFullToShardShape",
+    "SPMDShardToFullShape",
+    "Sharding",
+)
+KERNELS_OF_ANY_SIZE = ("fusion", "custom-call", "copy")  # counted for scalars too
+COLLECTIVES = (
+    "all-gather",
+    "all-reduce",
+    "all-to-all",
+    "collective-broadcast",
+    "collective-permute",
+    "ragged-all-to-all",
+    "reduce-scatter",
+)
+_BITS = {"pred": 8, "token": 0, "opaque": 0}
+
+_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
+_OPCODE = re.compile(r"\s*([\w\-]+)\(")
+_ARRAY = re.compile(r"\b([a-z]+[0-9]*[a-z0-9]*)\[([0-9,]*)\]")
+_CALLED = re.compile(r"\b(body|condition|to_apply|calls|called_computation)=%?([\w.\-]+)")
+_BRANCHES = re.compile(
+    r"\bbranch_computations=\{([^}]*)\}|\b(?:true|false)_computation=%?([\w.\-]+)"
+)
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    name: str
+    opcode: str
+    type: str
+    rest: str  # operands and attributes
+
+    @property
+    def op_name(self) -> str:
+        """Where in the traced program it comes from, as `jit(_step)/block_1/...`."""
+        found = re.search(r'op_name="([^"]*)"', self.rest)
+        return found.group(1) if found else ""
+
+    @property
+    def call_target(self) -> str:
+        """Of a custom call: what is called."""
+        found = re.search(r'custom_call_target="([^"]*)"', self.rest)
+        return found.group(1) if found else ""
+
+    def called(self, attribute: str) -> str:
+        """The computation that is its `body`, `condition`, `calls` or `to_apply`; empty if none."""
+        return next((name for key, name in _CALLED.findall(self.rest) if key == attribute), "")
+
+    @property
+    def branches(self) -> list[str]:
+        """The computations of a conditional."""
+        names = []
+        for several, one in _BRANCHES.findall(self.rest):
+            names += re.findall(r"[\w.\-]+", several) if several else [one]
+        return names
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """A compiled program: its computations by name, and the one it starts with."""
+
+    entry: str
+    computations: dict[str, list[Instruction]]
+
+    def instructions(self) -> Iterator[Instruction]:
+        for computation in self.computations.values():
+            yield from computation
+
+
+@dataclasses.dataclass(frozen=True)
+class Launches:
+    """Of one run of a program or of a part of it."""
+
+    straight: int = 0  # always run; loops of known length multiplied out
+    loops: int = 0  # whose number of turns depends on the data
+    in_loops: int = 0  # if each of those loops takes one turn
+
+    def __add__(self, other: Launches) -> Launches:
+        return Launches(*map(sum, zip(self.counts, other.counts, strict=True)))
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        return dataclasses.astuple(self)
+
+
+def parse(text: str) -> Module:
+    """The module of `compiled.as_text()`; `ValueError` if it has no entry computation."""
+    computations: dict[str, list[Instruction]] = {}
+    entry, current = "", None
+    for line in text.splitlines():
+        if header := _HEADER.match(line):
+            current = computations.setdefault(header.group(2), [])
+            entry = header.group(2) if header.group(1) else entry
+        elif line.startswith("}"):
+            current = None
+        elif current is not None and (found := _INSTRUCTION.match(line)):
+            type_text, rest = _split_type(found.group(2))
+            if opcode := _OPCODE.match(rest):
+                current.append(Instruction(found.group(1), opcode.group(1), type_text, rest))
+    if not entry:
+        raise ValueError("no ENTRY computation in the text; is it an XLA module's?")
+    return Module(entry, computations)
+
+
+def _split_type(text: str) -> tuple[str, str]:
+    """`f32[2]{0} add(...)` or `(f32[2], s32[]) while(...)`: the result's type, and what follows."""
+    if not text.startswith("("):
+        type_text, _, rest = text.partition(" ")
+        return type_text, rest
+    depth = 0
+    for i, character in enumerate(text):
+        depth += (character == "(") - (character == ")")
+        if depth == 0:
+            return text[: i + 1], text[i + 1 :]
+    return text, ""
+
+
+def launches(module: Module, computation: str | None = None) -> Launches:
+    """Launches of the program, or of one of its computations; of a conditional's branches the
+    longest counts."""
+    total = Launches()
+    for instruction in module.computations.get(computation or module.entry, ()):
+        total += _of_instruction(module, instruction)
+    return total
+
+
+def _of_instruction(module: Module, instruction: Instruction) -> Launches:
+    opcode = instruction.opcode
+    if opcode == "while":
+        body = launches(module, instruction.called("body"))
+        body += launches(module, instruction.called("condition"))
+        if trips := _TRIPS.search(instruction.rest):
+            return Launches(int(trips.group(1)) * body.straight, body.loops, body.in_loops)
+        return Launches(0, 1 + body.loops, body.straight + body.in_loops)
+    if opcode == "conditional":
+        branches = [launches(module, name) for name in instruction.branches]
+        return max(branches, key=lambda b: b.straight + b.in_loops, default=Launches())
+    if opcode in ("call", "call-start", "async-start"):
+        name = instruction.called("to_apply") or instruction.called("calls")
+        return launches(module, name) if name else Launches()
+    return Launches(straight=1) if _is_launch(instruction) else Launches()
+
+
+def _is_launch(instruction: Instruction) -> bool:
+    opcode = instruction.opcode
+    if opcode in FREE or opcode.endswith(("-done", "-update")):
+        return False
+    if opcode in ("copy-start", "slice-start"):  # a transfer beside the kernels
+        return False
+    if opcode == "custom-call":
+        return instruction.call_target not in FREE_CALLS
+    is_scalar = not any(dims for _, dims in _ARRAY.findall(instruction.type))
+    return opcode in KERNELS_OF_ANY_SIZE or not is_scalar
+
+
+def layer_kernels(module: Module, layer: int) -> list[dict[str, object]]:
+    """The launches and loops of a layer's straight line, in order: name, shape, what is inside."""
+    kernels = []
+    for instruction in module.computations[module.entry]:
+        if f"block_{layer}/" not in instruction.op_name:
+            continue
+        if instruction.opcode == "while" or _is_launch(instruction):
+            inside = Counter(i.opcode for i in _inside(module, instruction))
+            for name in (*FREE, "broadcast", "convert", "copy", "reshape", "slice", "compare"):
+                inside.pop(name, None)
+            kernels.append(
+                {
+                    "name": instruction.name,
+                    "result": re.sub(r"\{[^{}]*\}|/\*.*?\*/", "", instruction.type)[:120],
+                    "op": instruction.op_name.rpartition("/")[2],
+                    "inside": dict(inside.most_common()),
+                }
+            )
+    return kernels
+
+
+def _inside(module: Module, instruction: Instruction) -> Iterator[Instruction]:
+    name = instruction.called("calls") or instruction.called("body")
+    for inner in module.computations.get(name, ()):
+        yield inner
+        if inner.opcode in ("fusion", "while"):
+            yield from _inside(module, inner)
+
+
+def array_bytes(type_text: str) -> list[int]:
+    """Bytes of each array in a type's text, in order."""
+    sizes = []
+    for dtype, dims in _ARRAY.findall(type_text):
+        digits = re.search(r"\d+", dtype)
+        bits = _BITS.get(dtype, int(digits.group()) if digits else 0)
+        count = math.prod(int(d) for d in dims.split(",") if d)
+        sizes.append(-(-count * bits // 8))
+    return sizes
+
+
+def collectives(module: Module) -> dict[str, dict[str, int]]:
+    """By kind: how many there are in the text, and the bytes of their results on one device. One in
+    a loop's body counts once."""
+    found: dict[str, dict[str, int]] = {}
+    for instruction in module.instructions():
+        kind = instruction.opcode.removesuffix("-start")
+        if kind not in COLLECTIVES:
+            continue
+        sizes = array_bytes(instruction.type)
+        is_pair = instruction.opcode in ("all-gather-start", "collective-permute-start")
+        if is_pair and instruction.type.startswith("("):  # (operand, result, counters...)
+            sizes = sizes[1:2]
+        entry = found.setdefault(kind, {"count": 0, "bytes": 0})
+        entry["count"] += 1
+        entry["bytes"] += sum(sizes)
+    return found
+
+
+def mosaic_vmem(module: Module) -> list[int]:
+    """Bytes of VMEM that each Pallas TPU kernel takes, as the compiler notes beside its call."""
+    used = []
+    for instruction in module.instructions():
+        if instruction.call_target == "tpu_custom_call":
+            noted = re.search(r'"used_scoped_memory_configs":(\[[^\]]*\])', instruction.rest)
+            spaces = json.loads(noted.group(1)) if noted else []
+            used.append(sum(int(s["size"]) for s in spaces if s["memory_space"] == "1"))
+    return used
+
+
+@dataclasses.dataclass(frozen=True)
+class Resources:
+    """What ptxas says of a kernel."""
+
+    kernel: str
+    registers: int
+    shared_bytes: int
+    spill_bytes: int  # stores and loads
+
+
+def ptxas_resources(text: str) -> list[Resources]:
+    """Every kernel in the output of `ptxas -v`."""
+    parts = re.split(r"Compiling entry function '([^']+)'", text)[1:]
+    kernels = []
+    for name, part in zip(parts[::2], parts[1::2], strict=True):
+        number = lambda pattern, part=part: sum(map(int, re.findall(pattern, part)))
+        kernels.append(
+            Resources(
+                name,
+                number(r"Used (\d+) registers"),
+                number(r"(\d+) bytes smem"),
+                number(r"(\d+) bytes spill (?:stores|loads)"),
+            )
+        )
+    return kernels
+
+
+def xla_spills(log: str) -> dict[str, int]:
+    """Kernel -> bytes spilled, from XLA's warnings while it compiled for a GPU."""
+    spills: dict[str, int] = {}
+    for line in log.splitlines():
+        if "spill" in line.lower() and (name := re.search(r"function '([^']+)'", line)):
+            amount = sum(map(int, re.findall(r"(\d+) bytes spill", line)))
+            spills[name.group(1)] = max(spills.get(name.group(1), 0), amount)
+    return {name: amount for name, amount in spills.items() if amount}
+
+
+def first_reason(error: BaseException | str, limit: int = 300) -> str:
+    """An error's first telling line, without a compiler's trailing pages."""
+    lines = (line.strip() for line in str(error).splitlines())
+    text = next((line for line in lines if line), type(error).__name__)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
