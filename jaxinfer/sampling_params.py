@@ -7,7 +7,7 @@ the per-slot device state in `jaxinfer.sampling_slots`.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import no_type_check
@@ -16,6 +16,10 @@ MAX_LOGPROBS = 20  # top alternatives a token; the width of the step's logprob o
 MAX_LOGIT_BIAS = 512  # (token, bias) pairs a request
 MAX_BAD_WORDS = 32  # forbidden token sequences a request
 MAX_BAD_WORD_LEN = 8  # tokens in one forbidden sequence
+MAX_STOPS = 64  # stop strings a request
+MAX_STOP_CHARS = 1024  # of all of them: the search automaton takes some 300 bytes for each
+MAX_BAD_WORD_CHARS = 256  # in one word
+MAX_ID_LIST = 262_144  # ids in one list: as many as the largest vocabularies have
 MAX_SAMPLES = 128  # completions of one prompt (n)
 MAX_INT32 = 2**31 - 1
 MAX_SEED = 2**32 - 1  # one 32-bit word is folded into the key
@@ -100,9 +104,11 @@ class SamplingParams:
         norm.bias("logit_bias", -100.0, 100.0)
         norm.token_ids("allowed_token_ids", optional=True)
         norm.strings("bad_words", bare=False)
+        norm.sizes("bad_words", MAX_BAD_WORDS, MAX_BAD_WORD_CHARS, of_each=True)
         norm.integer("min_tokens", 0, MAX_INT32)
         norm.integer("max_tokens", 0, MAX_INT32, optional=True)
         norm.strings("stop", bare=True)
+        norm.sizes("stop", MAX_STOPS, MAX_STOP_CHARS, of_each=False)
         norm.token_ids("stop_token_ids", optional=False)
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             norm.boolean(name)
@@ -207,11 +213,28 @@ class _Normalizer:
         else:
             self._store(name, tuple(items))
 
+    def sizes(self, name: str, max_count: int, max_chars: int, *, of_each: bool) -> None:
+        """Strings that are few and short enough, each or all together."""
+        if name in self.problems:
+            return
+        lengths = [len(text) for text in getattr(self.params, name)]
+        num_chars = max(lengths, default=0) if of_each else sum(lengths)
+        if len(lengths) > max_count or num_chars > max_chars:
+            each = "each of" if of_each else "in all"
+            self.refuse(
+                name,
+                f"at most {max_count} strings, {each} at most {max_chars} characters; there are "
+                f"{len(lengths)}, with {num_chars}",
+            )
+
     def token_ids(self, name: str, *, optional: bool) -> None:
         """Ids >= 0 (the upper end is the vocabulary's: see `check`); None or not empty if
         optional."""
         value = getattr(self.params, name)
         if value is None and optional:
+            return
+        if isinstance(value, Sized) and len(value) > MAX_ID_LIST:
+            self.refuse(name, f"at most {MAX_ID_LIST} token ids; there are {len(value)}")
             return
         items = _as_list(value)
         ids = [_as_int(item) for item in items or ()]

@@ -23,9 +23,9 @@ class LimitsConfig:
     max_waiting: int = at_least(0, 256)  # requests beyond scheduler.max_rows
     max_waiting_tokens: int = at_least(1, 1_000_000)  # prompt tokens that wait for a first token
     max_unread_tokens: int = at_least(1, 4096)  # output a client may leave unread; then it is cut
-    max_body_bytes: int = at_least(1, 8 * 2**20)  # of an HTTP request or a gRPC message
+    max_body_bytes: int = at_least(1, 2**20)  # of an HTTP request or a gRPC message
     max_nesting: int = at_least(1, 32)  # brackets within brackets, of a JSON body
-    timeout_s: float = at_least(0, 600.0)  # where a request names none; the most that one may name
+    timeout_s: float = at_least(1e-3, 600.0)  # of requests that name none; the most to name
     send_timeout_s: float = at_least(0, 60.0)  # a client that takes no byte for so long is cut
 
 

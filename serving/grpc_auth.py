@@ -29,8 +29,9 @@ class BearerAuth(grpc.aio.ServerInterceptor):
     ask for. Health checks are open.
     """
 
-    def __init__(self, keys: ApiKeys):
+    def __init__(self, keys: ApiKeys, on_refused: Callable[[], None]):
         self._keys = keys
+        self._on_refused = on_refused
         # Of this kind, whatever the method's: it answers before any message is read.
         self._refusal = grpc.stream_stream_rpc_method_handler(_refuse)
 
@@ -42,6 +43,7 @@ class BearerAuth(grpc.aio.ServerInterceptor):
         is_open = handler_call_details.method.startswith(OPEN_PREFIX)
         if is_open or caller_name(handler_call_details.invocation_metadata, self._keys) is not None:
             return await continuation(handler_call_details)
+        self._on_refused()
         return self._refusal
 
 

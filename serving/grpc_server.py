@@ -36,6 +36,8 @@ from jaxinfer.serving.service import Service
 from jaxinfer.serving.stream import Stream
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
+MAX_WATCHES = 256  # of health, at once: nobody needs a key for one
+MAX_NAME_LEN = 256  # of a service that is asked after
 MIN_PING_INTERVAL_S = 5.0  # a client that pings more often is cut
 
 Context = grpc.aio.ServicerContext
@@ -68,6 +70,7 @@ class GrpcServer:
         self._keys = keys
         self._credentials = server_credentials(config.tls)
         self._inference = _Inference(service, config.limits.send_timeout_s, keys, metrics)
+        self._on_refused = lambda: metrics.refused("grpc", ErrorKind.UNAUTHENTICATED)
         self._state = health
         self._health = _HealthServicer()
         self._server: grpc.aio.Server | None = None
@@ -76,7 +79,7 @@ class GrpcServer:
     async def start(self) -> int:
         """Listen on `config.grpc_port`; the port that it came to. `ConfigError` if it is taken."""
         config = self._config
-        interceptors = [] if self._keys is None else [BearerAuth(self._keys)]
+        interceptors = [] if self._keys is None else [BearerAuth(self._keys, self._on_refused)]
         server = self._server = grpc.aio.server(interceptors=interceptors, options=_options(config))
         server.add_generic_rpc_handlers((self._inference.handlers(),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
@@ -224,7 +227,7 @@ class _Inference:
                 request_id=request.request_id or None,
                 priority=request.priority,
                 cache_salt=request.cache_salt,
-                timeout_s=_timeout_s(request, context),
+                timeout_s=_timeout_s(request, context, service.loop.limits.timeout_s),
                 door="grpc",
                 user=user,
             )
@@ -320,11 +323,14 @@ class _Patience:
             self._call.cancel()
 
 
-def _timeout_s(request: pb.GenerateRequest, context: Context) -> float | None:
-    """The earlier of the two deadlines, in seconds from now; None: there is neither."""
+def _timeout_s(request: pb.GenerateRequest, context: Context, limit_s: float) -> float | None:
+    """The earlier of the two deadlines, in seconds from now; None: the server's `limit_s` alone.
+
+    A call's own deadline may be any; what the field asks beyond the limit is refused.
+    """
     remaining = context.time_remaining()
     if not request.HasField("timeout_s"):
-        return None if remaining is None else max(0.0, remaining)
+        return None if remaining is None else min(max(0.0, remaining), limit_s)
     asked = request.timeout_s  # of any value: the service refuses what is none
     return max(0.0, remaining) if remaining is not None and remaining < asked else asked
 
@@ -337,6 +343,9 @@ class _HealthServicer(health.aio.HealthServicer):  # type: ignore[attr-defined] 
         self._watches: set[asyncio.Timeout] = set()
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
+        if len(self._watches) >= MAX_WATCHES or len(request.service) > MAX_NAME_LEN:
+            text = f"at most {MAX_WATCHES} watch at once, names of {MAX_NAME_LEN} characters"
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
         watch = asyncio.timeout(None)
         try:
             async with watch:

@@ -24,11 +24,11 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import dataclasses
+import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from absl import logging
@@ -39,16 +39,9 @@ from jaxinfer.request import Request, TokenLogprobs
 from jaxinfer.serving.config import LimitsConfig
 from jaxinfer.serving.errors import ErrorKind, ServiceError
 from jaxinfer.serving.generation import Delta, GenerationRequest
+from jaxinfer.serving.observer import Observer, Observers
 from jaxinfer.serving.stream import Stream
 from jaxinfer.stats import EngineStats
-
-
-class _Add(NamedTuple):
-    stream: Stream
-
-
-class _Abort(NamedTuple):
-    stream: Stream
 
 
 class _News(NamedTuple):
@@ -57,15 +50,6 @@ class _News(NamedTuple):
     stream: Stream
     delta: Delta
     request: Request
-
-
-@dataclasses.dataclass(frozen=True)
-class Observer:
-    """Who wants to know; called in the event loop's thread, and must be quick."""
-
-    on_step: Callable[[EngineStats], None] = lambda stats: None
-    on_delta: Callable[[Stream, Delta], None] = lambda stream, delta: None
-    on_end: Callable[[Stream], None] = lambda stream: None
 
 
 class EngineLoop:
@@ -88,7 +72,7 @@ class EngineLoop:
         self.failure: ServiceError | None = None  # set: nothing is served any more
         self.is_draining = False
         self.step_started: float | None = None  # monotonic; for the watchdog. None: between steps
-        self._observers = observers
+        self._observers = Observers(observers)
         self._on_death = on_death
         self._max_unfinished = engine.config.scheduler.max_rows + self.limits.max_waiting
         self._num_unfinished = 0  # samples
@@ -98,11 +82,14 @@ class EngineLoop:
         self._is_idle = asyncio.Event()
         self._is_idle.set()
 
-        self._inbox: collections.deque[_Add | _Abort] = collections.deque()
+        # What the engine's thread is to do, with whom.
+        self._inbox: collections.deque[tuple[Callable[[Stream], None], Stream]]
+        self._inbox = collections.deque()
         self._has_mail = threading.Event()
         self._is_stopping = False
-        self._running: dict[str, tuple[Stream, int]] = {}  # engine thread: by the sample's id
-        self._samples: dict[str, list[Request]] = {}  # engine thread: by stream id
+        # The engine's thread: whose each sample is, by an id that no client chose and none shares.
+        self._running: dict[str, tuple[Stream, int]] = {}
+        self._samples: dict[Stream, list[Request]] = {}
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -144,8 +131,26 @@ class EngineLoop:
                 retry_after_s=1.0,
             )
 
-    def submit(self, request: GenerationRequest, prompt_token_ids: list[int]) -> Stream:
-        """Queue a request; raises `ServiceError` at once if it cannot be served."""
+    @contextlib.contextmanager
+    def place(self, num_samples: int) -> Iterator[None]:
+        """Hold places in the queue while a request is prepared; raises as `check_room`.
+
+        Many may be prepared at once: without it all would find the same place free.
+        """
+        self.check_room(num_samples)
+        self._num_unfinished += num_samples
+        try:
+            yield
+        finally:
+            self._num_unfinished -= num_samples
+
+    def submit(
+        self, request: GenerationRequest, prompt_token_ids: list[int], *, submitted_at: float
+    ) -> Stream:
+        """Queue a request; raises `ServiceError` at once if it cannot be served.
+
+        Its time runs from `submitted_at`, by the monotonic clock.
+        """
         params = request.params
         self.check_room(params.n)
         num_waiting = self._num_waiting_tokens + len(prompt_token_ids)
@@ -163,28 +168,31 @@ class EngineLoop:
             raise ServiceError(ErrorKind.INVALID, str(error), field=error.field) from error
         request_id = self._id_for(request)
         timeout_s = self.limits.timeout_s if request.timeout_s is None else request.timeout_s
-        if not timeout_s >= 0:  # NaN too
+        if not 0 <= timeout_s <= self.limits.timeout_s:  # NaN too
             raise ServiceError(
                 ErrorKind.INVALID,
-                f"timeout is {timeout_s}; it must be a number of seconds from 0",
+                f"timeout_s is {timeout_s}; it must be a number of seconds from 0 to "
+                f"{self.limits.timeout_s} (serving.limits.timeout_s)",
                 field="timeout_s",
             )
-        deadline = time.monotonic() + min(timeout_s, self.limits.timeout_s)
-        stream = Stream(request, request_id, prompt_token_ids, deadline, on_cancel=self._cancelled)
+        stream = Stream(
+            request, request_id, prompt_token_ids, submitted_at, on_cancel=self._cancelled
+        )
+        stream.deadline = deadline = submitted_at + timeout_s
         self._streams[request_id] = stream
         self._num_unfinished += params.n
         self._num_waiting_tokens += len(prompt_token_ids)
         self._is_idle.clear()
         delay = max(0.0, deadline - time.monotonic())
         stream.timer = self._events.call_later(delay, self._expired, stream)
-        self._post(_Add(stream))
+        self._post(self._add, stream)
         return stream
 
     def end(self, stream: Stream, error: ServiceError) -> None:
         """End a stream with `error` and abort its request; no effect once it has ended."""
         if self._forget(stream):
             stream.fail(error)
-            self._post(_Abort(stream))
+            self._post(self._abort, stream)
             self._ended(stream)
 
     def fail(self, error: ServiceError) -> None:
@@ -232,8 +240,8 @@ class EngineLoop:
             pass
         return name
 
-    def _post(self, command: _Add | _Abort) -> None:
-        self._inbox.append(command)
+    def _post(self, action: Callable[[Stream], None], stream: Stream) -> None:
+        self._inbox.append((action, stream))
         self._has_mail.set()
 
     def _forget(self, stream: Stream) -> bool:
@@ -252,14 +260,12 @@ class EngineLoop:
 
     def _ended(self, stream: Stream) -> None:
         stream.timing.total_s = time.monotonic() - stream.submitted_at
-        for observer in self._observers:
-            observer.on_end(stream)
+        self._observers.end(stream)
 
     def _deliver(self, news: list[_News], stats: EngineStats) -> None:
         """A step's news, in the event loop."""
         self.stats = stats
-        for observer in self._observers:
-            observer.on_step(stats)
+        self._observers.step(stats)
         now = time.monotonic()
         for stream, delta, request in news:
             if self._streams.get(stream.id) is stream:
@@ -278,8 +284,7 @@ class EngineLoop:
                 stream.prompt_logprobs = [request.prompt_logprobs.get(i) for i in positions]
         usage.output_tokens += len(delta.token_ids)
         stream.push(delta)
-        for observer in self._observers:
-            observer.on_delta(stream, delta)
+        self._observers.delta(stream, delta)
         if delta.finish_reason is not None:
             stream.num_unfinished -= 1
             self._num_unfinished -= 1
@@ -303,9 +308,11 @@ class EngineLoop:
 
     def _refused(self, stream: Stream, error: Exception) -> None:
         """The engine did not take it after all."""
-        kind = ErrorKind.INVALID if isinstance(error, InvalidRequestError) else ErrorKind.INTERNAL
-        text = str(error) if kind is ErrorKind.INVALID else "the engine could not take the request"
-        self.end(stream, ServiceError(kind, text, field=getattr(error, "field", None)))
+        if isinstance(error, InvalidRequestError):
+            failure = ServiceError(ErrorKind.INVALID, str(error), field=error.field)
+        else:
+            failure = ServiceError(ErrorKind.INTERNAL, "the engine could not take the request")
+        self.end(stream, failure)
 
     def _died(self, error: BaseException) -> None:
         text = f"the engine has stopped: {type(error).__name__}: {error}"
@@ -330,11 +337,8 @@ class EngineLoop:
     def _read_inbox(self) -> None:
         self._has_mail.clear()
         while self._inbox:
-            command = self._inbox.popleft()
-            if isinstance(command, _Add):
-                self._add(command.stream)
-            else:
-                self._abort(command.stream.id)
+            action, stream = self._inbox.popleft()
+            action(stream)
 
     def _add(self, stream: Stream) -> None:
         # Cancelled on the way, or too late: its timer says so to the client.
@@ -345,7 +349,6 @@ class EngineLoop:
             samples = self.engine.add(
                 stream.prompt_token_ids,
                 request.params,
-                request_id=stream.id,
                 priority=request.priority,
                 cache_salt=request.cache_salt,
             )
@@ -354,12 +357,12 @@ class EngineLoop:
                 logging.exception("request %s", stream.id)
             self._call(self._refused, stream, error)
             return
-        self._samples[stream.id] = samples
+        self._samples[stream] = samples
         for index, sample in enumerate(samples):
             self._running[sample.id] = stream, index
 
-    def _abort(self, stream_id: str) -> None:
-        for sample in self._samples.pop(stream_id, ()):
+    def _abort(self, stream: Stream) -> None:
+        for sample in self._samples.pop(stream, ()):
             self._running.pop(sample.id, None)
             self.engine.abort(sample.id)
 
@@ -378,8 +381,8 @@ class EngineLoop:
             logprobs = request.logprobs[-len(update.token_ids) :]
         if update.finish_reason is not None:
             del self._running[request.id]
-            if not any(s.id in self._running for s in self._samples[stream.id]):
-                del self._samples[stream.id]
+            if not any(s.id in self._running for s in self._samples[stream]):
+                del self._samples[stream]
         delta = Delta(index, update.text, update.token_ids, logprobs, update.finish_reason)
         return stream, delta
 

@@ -42,7 +42,8 @@ from jaxinfer import FinishReason
 from jaxinfer.serving.errors import ErrorKind
 from jaxinfer.serving.generation import Delta
 from jaxinfer.serving.health import Health, State
-from jaxinfer.serving.loop import EngineLoop, Observer
+from jaxinfer.serving.loop import EngineLoop
+from jaxinfer.serving.observer import Observer
 from jaxinfer.serving.stream import Stream
 from jaxinfer.stats import EngineStats
 

@@ -4,7 +4,7 @@
 
 **Start.** Whatever can be wrong with the options (packages, keys, certificates, ports) is found
 before the model is loaded. The HTTP port answers while it loads (see `startup`); gRPC's is
-reserved and answers once the programs are compiled. When requests are taken, one line of JSON goes
+checked, and answers once the programs are compiled. When requests are taken, one line of JSON goes
 to stdout: the addresses. Everything else goes to stderr.
 
 **End.** Exit codes:

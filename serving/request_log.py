@@ -24,7 +24,7 @@ from typing import Any, TextIO
 from jaxinfer import SamplingParams
 from jaxinfer.serving.config import ServingConfig
 from jaxinfer.serving.generation import Chat, Delta, Prompt
-from jaxinfer.serving.loop import Observer
+from jaxinfer.serving.observer import Observer
 from jaxinfer.serving.stream import Stream
 
 LOGGER = "jaxinfer.requests"

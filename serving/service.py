@@ -18,6 +18,7 @@ from jaxinfer.serving.loop import EngineLoop, Stream
 from jaxinfer.stats import EngineStats
 from jaxinfer.tokenizer import Tokenizer
 
+MAX_PROMPT_LOGPROBS = 200_000  # entries an answer; writing one takes some 8 microseconds
 LONG_TEXT = 4096  # characters or tokens; longer ones are converted in another thread
 
 
@@ -49,6 +50,7 @@ class Service:
         self.model = _model_info(engine, model_name)
         self._tokenizer = engine.tokenizer
         self._generation = generation or GenerationDefaults()
+        self._long_encode = asyncio.Lock()
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -77,9 +79,11 @@ class Service:
 
     async def generate(self, request: GenerationRequest) -> Stream:
         """Queue a request. Whoever does not read its stream to the end has to `cancel` it."""
-        self.loop.check_room(request.params.n)
-        token_ids = await self.tokenize(request.prompt)
-        return self.loop.submit(request, token_ids)
+        submitted_at = time.monotonic()
+        with self.loop.place(request.params.n):
+            token_ids = await self.tokenize(request.prompt)
+            self._check_reports(request.params, len(token_ids))
+        return self.loop.submit(request, token_ids, submitted_at=submitted_at)
 
     async def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text or a conversation; ids come back as they are."""
@@ -95,6 +99,7 @@ class Service:
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         """The text of token ids, special tokens included."""
+        self.check_length(token_ids, "token_ids")
         wrong = [i for i in token_ids if not 0 <= i < self.model.vocab_size]
         if wrong:
             raise ServiceError(
@@ -105,13 +110,37 @@ class Service:
         decode = partial(self.tokenizer.decode, token_ids, skip_special_tokens=False)
         return decode() if len(token_ids) <= LONG_TEXT else await asyncio.to_thread(decode)
 
+    def _check_reports(self, params: SamplingParams, prompt_len: int) -> None:
+        """Refuse log-probabilities of a prompt that would take seconds to write."""
+        if params.prompt_logprobs is None:
+            return
+        num_entries = prompt_len * (params.prompt_logprobs + 1) * params.n
+        if num_entries > MAX_PROMPT_LOGPROBS:
+            raise ServiceError(
+                ErrorKind.INVALID,
+                f"prompt_logprobs={params.prompt_logprobs} of {prompt_len} tokens for n={params.n} "
+                f"samples are {num_entries} entries; at most {MAX_PROMPT_LOGPROBS} are reported",
+                field="prompt_logprobs",
+            )
+
+    def check_length(self, token_ids: Sequence[int], field: str) -> None:
+        """Refuse more ids than the context holds, before anything looks at each of them."""
+        if len(token_ids) > self.model.max_len:
+            raise ServiceError(
+                ErrorKind.INVALID,
+                f"{field} has {len(token_ids)} token ids; the context holds {self.model.max_len}",
+                field=field,
+            )
+
     async def _encode(
         self, size: int, field: str, encode: Callable[..., list[int]], *args: Any, **kwargs: Any
     ) -> list[int]:
         try:
             if size <= LONG_TEXT:
                 return encode(*args, **kwargs)
-            return await asyncio.to_thread(encode, *args, **kwargs)
+            # One at a time: the library keeps Python's lock for parts of it.
+            async with self._long_encode:
+                return await asyncio.to_thread(encode, *args, **kwargs)
         except ValueError as error:
             raise ServiceError(ErrorKind.INVALID, f"{field}: {error}", field=field) from error
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable
 
 from jaxinfer.request import TokenLogprobs
@@ -23,20 +22,20 @@ class Stream:
         request: GenerationRequest,
         request_id: str,
         prompt_token_ids: list[int],
-        deadline: float,
+        submitted_at: float,
         *,
         on_cancel: Callable[[Stream], None],
     ):
         self.id = request_id
         self.request = request
         self.prompt_token_ids = prompt_token_ids
-        self.deadline = deadline  # by the monotonic clock
+        self.submitted_at = submitted_at  # by the monotonic clock
+        self.deadline = submitted_at  # for the loop: set when it takes the request
         self.usage = Usage(len(prompt_token_ids))
         self.timing = Timing()
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         self.error: ServiceError | None = None
         self.num_unfinished = request.params.n
-        self.submitted_at = time.monotonic()
         self._on_cancel = on_cancel
         self._unread: dict[int, list[Delta]] = {}  # by sample
         self._num_unread = 0  # tokens

@@ -19,7 +19,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace import SpanKind, Status, StatusCode
 
 from jaxinfer.serving.generation import Delta
-from jaxinfer.serving.loop import Observer
+from jaxinfer.serving.observer import Observer
 from jaxinfer.serving.request_log import MAX_NAME
 from jaxinfer.serving.stream import Stream
 

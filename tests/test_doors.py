@@ -178,12 +178,13 @@ def test_who_leaves_gives_the_pages_back(engine, brake, door):
     async def main():
         brake.seconds = 0.005
         async with doors(engine) as both:
+            before = engine.num_generated
             source = both.callers[door].deltas("x", max_tokens=400, **GREEDY)
             async with contextlib.aclosing(source) as deltas:  # type: ignore[type-var]
                 async for _ in deltas:
                     break
             await both.idle()
-            assert engine.num_generated < 10**6
+            assert engine.num_generated - before < 200, "it went on for nobody"
 
     run(main())
 
@@ -269,9 +270,9 @@ def test_a_door_says_through_which_one_a_request_came(engine):
         async with doors(engine) as both:
             submit = both.service.loop.submit
 
-            def noting(request, token_ids):
+            def noting(request, token_ids, **named):
                 seen.append(request)
-                return submit(request, token_ids)
+                return submit(request, token_ids, **named)
 
             both.service.loop.submit = noting  # type: ignore[method-assign]
             for caller in both.callers.values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import grpc
 import pytest
 from grpc_door import ask, grpc_door, joined, run, streamed
 from tiny_server import tiny_engine
@@ -9,7 +10,7 @@ from tiny_server import tiny_engine
 from jaxinfer import Engine, SamplingParams
 from jaxinfer.loading.checkpoint import GenerationDefaults
 from jaxinfer.serving.generation import Chat, GenerationRequest
-from jaxinfer.serving.loop import Observer
+from jaxinfer.serving.observer import Observer
 from jaxinfer.serving.protos.jaxinfer.v1 import inference_pb2 as pb
 
 
@@ -136,13 +137,16 @@ def test_token_ids_text_and_chat_are_the_same_prompt(engine):
 def test_text_goes_to_token_ids_and_back(engine):
     async def main():
         async with grpc_door(engine) as door:
-            for text in ("", "né 汉字 🙂", "a" * 20_000):
+            for text in ("", "né 汉字 🙂", "a" * 500):
                 ids = (await door.stub.Tokenize(pb.TokenizeRequest(text=text))).token_ids
                 bare = pb.TokenizeRequest(text=text, add_special_tokens=False)
                 expected = await door.service.tokenize(text, add_special_tokens=False)
                 assert (await door.stub.Tokenize(bare)).token_ids == expected
                 answer = await door.stub.Detokenize(pb.DetokenizeRequest(token_ids=ids))
                 assert answer.text.endswith(text)
+            long = (await door.stub.Tokenize(pb.TokenizeRequest(text="a" * 20_000))).token_ids
+            with pytest.raises(grpc.aio.AioRpcError, match="the context holds 512"):
+                await door.stub.Detokenize(pb.DetokenizeRequest(token_ids=long))
 
     run(main())
 

@@ -17,7 +17,7 @@ from jaxinfer import ConfigError, Engine
 from jaxinfer.serving.auth import ApiKeys
 from jaxinfer.serving.config import ServingConfig, TlsConfig
 from jaxinfer.serving.grpc_tls import server_credentials
-from jaxinfer.serving.loop import Observer
+from jaxinfer.serving.observer import Observer
 from jaxinfer.serving.protos.jaxinfer.v1 import inference_pb2 as pb
 from jaxinfer.serving.protos.jaxinfer.v1.inference_pb2_grpc import InferenceStub
 

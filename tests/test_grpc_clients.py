@@ -13,7 +13,7 @@ from tiny_server import Brake, tiny_engine
 
 from jaxinfer import Engine
 from jaxinfer.serving.errors import ErrorKind
-from jaxinfer.serving.loop import Observer
+from jaxinfer.serving.observer import Observer
 from jaxinfer.serving.protos.jaxinfer.v1 import inference_pb2 as pb
 from jaxinfer.serving.protos.jaxinfer.v1.inference_pb2_grpc import InferenceStub
 from jaxinfer.serving.stream import Stream

@@ -211,7 +211,8 @@ def test_labels_take_no_value_that_a_client_chooses(engine):
         metrics = Metrics()
         async with tiny_service(engine, observers=(metrics.observer,)) as service:
             metrics.watch(service.loop, "tiny")
-            request = ask(2, "secret", request_id="chosen-id", user="chosen-user", cache_salt="own")
+            named = {"request_id": "chosen-id", "user": "chosen-user", "cache_salt": "own-salt"}
+            request = ask(2, "secret", **named)
             await (await service.generate(request)).collect()
         text = metrics.render()[0].decode()
         assert not any(word in text for word in ("secret", "chosen", "own-salt"))

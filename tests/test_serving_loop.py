@@ -11,6 +11,7 @@ from jaxinfer import Engine, SamplingParams
 from jaxinfer.serving.config import LimitsConfig
 from jaxinfer.serving.errors import ErrorKind, ServiceError
 from jaxinfer.serving.generation import GenerationRequest
+from jaxinfer.serving.observer import Observer
 from jaxinfer.serving.service import Service
 from jaxinfer.serving.stream import Stream
 
@@ -141,7 +142,7 @@ def test_a_cancelled_request_gives_its_pages_back_within_a_step(engine, brake):
 
 def test_a_reader_that_stops_is_cancelled_and_nobody_waits_for_it(engine):
     async def main():
-        async with tiny_service(engine, LimitsConfig(max_unread_tokens=10)) as service:
+        async with tiny_service(engine, LimitsConfig(max_unread_tokens=60)) as service:
             idle = await service.generate(ask(400))
             other = await (await service.generate(ask(100))).collect()
             assert other.usage.output_tokens == 100
@@ -273,5 +274,57 @@ def test_a_dead_engine_thread_fails_everything_with_its_reason():
                 assert caught.value.kind is ErrorKind.INTERNAL
             assert (await error_of(service, ask())).kind is ErrorKind.INTERNAL
             assert not service.loop.is_alive and len(deaths) == 1
+
+    run(main())
+
+
+def test_an_id_used_again_at_once_is_a_request_of_its_own(engine, brake):
+    """What the first left behind in the engine may not be taken for the second's."""
+
+    async def main():
+        brake.seconds = 0.02
+        async with tiny_service(engine) as service:
+            for _ in range(5):
+                first = await service.generate(ask(400, request_id="X"))
+                await anext(first)
+                first.cancel()
+                again = await (await service.generate(ask(6, request_id="X"))).collect()
+                assert again.usage.output_tokens == 6
+                assert again.samples[0].finish_reason == "length"
+
+    run(main())
+
+
+def test_places_are_held_while_prompts_are_tokenized(engine, monkeypatch):
+    async def main():
+        async with tiny_service(engine, LimitsConfig(max_waiting=0)) as service:
+            may_go = asyncio.Event()
+            tokenize = service.tokenize
+
+            async def slowly(prompt, **named):
+                await may_go.wait()
+                return await tokenize(prompt, **named)
+
+            monkeypatch.setattr(service, "tokenize", slowly)
+            tasks = [asyncio.create_task(service.generate(ask(4))) for _ in range(4)]
+            await asyncio.sleep(0)
+            assert (await error_of(service, ask(4))).kind is ErrorKind.OVERLOADED
+            may_go.set()
+            for task in tasks:
+                assert (await (await task).collect()).usage.output_tokens == 4
+            service.loop.check_room(4)  # all places are back
+
+    run(main())
+
+
+def test_an_observer_that_fails_costs_nobody_a_token(engine):
+    def broken(*args):
+        raise RuntimeError("no")
+
+    async def main():
+        observers = (Observer(broken, broken, broken),)
+        async with tiny_service(engine, observers=observers) as service:
+            result = await (await service.generate(ask(20))).collect()
+            assert result.usage.output_tokens == 20
 
     run(main())

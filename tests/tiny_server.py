@@ -19,7 +19,8 @@ from jaxinfer.llm import load_engine
 from jaxinfer.loading.checkpoint import GenerationDefaults
 from jaxinfer.options import merge
 from jaxinfer.serving.config import LimitsConfig
-from jaxinfer.serving.loop import EngineLoop, Observer
+from jaxinfer.serving.loop import EngineLoop
+from jaxinfer.serving.observer import Observer
 from jaxinfer.serving.service import Service
 
 MODEL = TinyLlama(num_layers=1, max_positions=4096, seed=1)

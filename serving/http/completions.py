@@ -74,6 +74,7 @@ def _text_of(service: Service, prompt: Prompt, params: SamplingParams) -> str:
     if isinstance(prompt, str):
         return prompt
     assert isinstance(prompt, Sequence)
+    service.check_length(prompt, "prompt")
     return service.tokenizer.decode(prompt, skip_special_tokens=params.skip_special_tokens)
 
 

@@ -14,6 +14,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from jaxinfer.serving.config import ServingConfig
 
+MAX_HEADER_BYTES = 65_536  # of a request line and its headers
 BACKLOG = 2048  # connections that the kernel keeps for us; a burst of them is refused by us
 
 
@@ -126,6 +127,7 @@ class _TimedProtocol(HttpToolsProtocol):
     header_timeout_s: float
     _write_timer: asyncio.TimerHandle | None = None
     _header_timer: asyncio.TimerHandle | None = None
+    _num_header_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -139,6 +141,11 @@ class _TimedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
+        if self._header_timer is not None:  # they have not ended yet
+            self._num_header_bytes += len(data)
+            if self._num_header_bytes > MAX_HEADER_BYTES:
+                self.transport.abort()
+                return
         # What is left of a body after its refusal is dropped: a client that is cut while it
         # sends may never see the refusal. One that stops sending is idle, as any other.
         is_done = self.cycle is not None and self.cycle.response_complete
@@ -162,6 +169,7 @@ class _TimedProtocol(HttpToolsProtocol):
             self._await_headers()
 
     def on_headers_complete(self) -> None:
+        self._num_header_bytes = 0
         self._headers_came()
         super().on_headers_complete()
 
