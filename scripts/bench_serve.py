@@ -222,6 +222,15 @@ def versions() -> dict[str, str]:
     return found
 
 
+# What only a load uses, and what only the cases do.
+LOAD_FLAGS = (
+    *("api", "model", "api_key_file", "fields", "ignore_eos", "arrivals", "clients", "trace"),
+    *("prompts", "prompt_lens", "output_lens", "warmup", "processes", "plot"),
+    *("slo_ttft_ms", "slo_itl_ms"),
+)
+CASE_FLAGS = ("checkpoint", "config", "set", "repeats", "minutes")
+
+
 def main(argv: Sequence[str]) -> None:
     """Send a load, or run cases; write the JSON."""
     unknown = [case for case in FLAGS.case if case not in CASES]
@@ -229,6 +238,10 @@ def main(argv: Sequence[str]) -> None:
         raise app.UsageError(f"unknown: {unknown or argv[1:]}; cases are {', '.join(CASES)}")
     if FLAGS.case and (FLAGS.url or FLAGS.grpc):
         raise app.UsageError("--case starts a server of its own; leave out --url and --grpc")
+    unused = LOAD_FLAGS if FLAGS.case else CASE_FLAGS
+    if given := [f"--{name}" for name in unused if FLAGS[name].present]:
+        where = "with --case, which sets it itself" if FLAGS.case else "without --case"
+        raise app.UsageError(f"{', '.join(given)} has no effect {where}; leave it out")
     result = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": machine(len(os.sched_getaffinity(0))),

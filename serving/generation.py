@@ -9,6 +9,14 @@ from typing import Any, NamedTuple
 from jaxinfer.request import FinishReason, TokenLogprobs
 from jaxinfer.sampling_params import SamplingParams
 
+# The roles that clients may name, and what chat templates call them.
+CHAT_ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Chat:

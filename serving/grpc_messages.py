@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxinfer.request import FinishReason, TokenLogprobs
 from jaxinfer.serving.errors import ErrorKind, ServiceError
-from jaxinfer.serving.generation import Chat, Delta, Prompt, Result, Timing, Usage
+from jaxinfer.serving.generation import CHAT_ROLES, Chat, Delta, Prompt, Result, Timing, Usage
 from jaxinfer.serving.protos.jaxinfer.v1 import inference_pb2 as pb
 from jaxinfer.serving.service import ModelInfo
 from jaxinfer.serving.stream import Stream
@@ -32,12 +32,19 @@ def read_prompt(request: pb.GenerateRequest | pb.TokenizeRequest) -> Prompt:
         return request.text
     if kind == "chat":
         messages = request.chat.messages
-        return Chat([{"role": m.role, "content": m.content} for m in messages])
+        return Chat([{"role": _role(m.role), "content": m.content} for m in messages])
     if isinstance(request, pb.GenerateRequest) and kind == "token_ids":
         return list(request.token_ids.ids)
     names = ", ".join(f.name for f in request.DESCRIPTOR.oneofs_by_name["prompt"].fields)
     text = f"the request has no prompt; set one of {names}"
     raise ServiceError(ErrorKind.INVALID, text, field="prompt")
+
+
+def _role(name: str) -> str:
+    if name not in CHAT_ROLES:
+        text = f"role {name!r:.80} is none of {', '.join(CHAT_ROLES)}; there are no tools here"
+        raise ServiceError(ErrorKind.INVALID, text, field="messages")
+    return CHAT_ROLES[name]
 
 
 def read_params(params: pb.SamplingParams) -> dict[str, Any]:

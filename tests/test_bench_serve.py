@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import subprocess
 import sys
 from collections.abc import Awaitable
 from pathlib import Path
@@ -348,3 +349,16 @@ def test_options_that_make_no_load_are_refused(flags, named):
         assert process.returncode != 0 and named in out.decode()
 
     run(main())
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--case=throughput", "--plot=x.png"], "--plot has no effect with --case"),
+        (["--url=http://127.0.0.1:1", "--minutes=3"], "--minutes has no effect without --case"),
+    ],
+)
+def test_an_option_that_would_be_ignored_is_refused(flags, named):
+    command = [sys.executable, str(SCRIPTS / "bench_serve.py"), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0 and named in done.stdout + done.stderr

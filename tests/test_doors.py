@@ -109,6 +109,9 @@ REFUSALS: list[tuple[dict[str, Any], ErrorKind, str | None]] = [
     ({"priority": 3}, ErrorKind.INVALID, "priority"),
     ({"n": 200}, ErrorKind.INVALID, "n"),
     ({"model": "another"}, ErrorKind.NOT_FOUND, "model"),
+    ({"stop": ["x" * 2000]}, ErrorKind.INVALID, "stop"),
+    ({"bad_words": ["x" * 300]}, ErrorKind.INVALID, "bad_words"),
+    ({"prompt_logprobs": 20, "n": 24, "prompt": [5] * 500}, ErrorKind.INVALID, "prompt_logprobs"),
 ]
 
 
@@ -280,3 +283,17 @@ def test_a_door_says_through_which_one_a_request_came(engine):
 
     run(main())
     assert [(r.door, r.user) for r in seen] == [("http", "me"), ("grpc", "me")]
+
+
+def test_both_doors_take_the_same_roles(engine):
+    async def main():
+        async with doors(engine) as both:
+            say = lambda role: [{"role": role, "content": "hello"}]
+            for caller in both.callers.values():
+                fields = {"max_tokens": 6, **GREEDY}
+                assert await caller.whole(say("developer"), **fields) == await caller.whole(
+                    say("system"), **fields
+                )
+                assert (await refused(caller, say("tool"))).kind is ErrorKind.INVALID
+
+    run(main())

@@ -30,6 +30,7 @@ from jaxinfer.sampling_params import (
     MAX_SEED,
 )
 from jaxinfer.serving.errors import ErrorKind, ServiceError
+from jaxinfer.serving.generation import CHAT_ROLES
 
 TOKEN_ID = {"type": "integer", "minimum": 0, "title": "TokenId"}  # the document adds the maximum
 MAX_ID_LEN = 256  # characters of a request id, a user, a cache salt
@@ -172,11 +173,10 @@ def _content(value: Any) -> str:
 
 
 def _role(value: Any) -> str:
-    if value in ("system", "user", "assistant"):
-        return value
-    if value == "developer":  # OpenAI's newer name for it; chat templates know the older one
-        return "system"
-    raise ValueError("must be system, developer, user or assistant; there are no tools here")
+    role = CHAT_ROLES.get(value) if isinstance(value, str) else None
+    if role is None:
+        raise ValueError(f"must be one of {', '.join(CHAT_ROLES)}; there are no tools here")
+    return role
 
 
 def _nullable(schema: dict[str, Any]) -> dict[str, Any]:
