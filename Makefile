@@ -2,6 +2,7 @@
 # make test           lint, types and the test suite
 # make serve          the demo model behind HTTP on port 8000 and gRPC on 9000, with a page to talk to
 # make compile-check  every kernel and preset, by the real TPU and GPU compilers, on this CPU
+#                     (COMPILE_ARGS="--targets=h100 --kernels=add_norm --presets=none" for a part)
 # make bench          the offline benchmark, beside Hugging Face transformers
 #
 # All set-up is done here: a virtual environment, the install, the demo model. Needs python3 (3.11 or
@@ -15,6 +16,8 @@ SERVE_ARGS ?=
 COMPILE_ARGS ?=
 # The jax that the compile gate was written for.
 JAX := 0.10.2
+# Compiles the GPU kernels there, and interprets them in the tests.
+TRITON := 3.6.0
 # Empty: tests alone.
 LINT ?= lint
 # Versions that CI runs with; `make CONSTRAINTS= ...` takes whatever the ranges allow.
@@ -61,7 +64,8 @@ bench: $(VENV)/.parity
 references: $(VENV)/.parity
 	@$(PY) scripts/make_references.py
 
-# One stamp an install: what is needed to run, to develop, and to compare with transformers.
+# One stamp an install: what is needed to run, to develop, and to compare with transformers and
+# interpret Triton kernels.
 $(VENV)/.run: pyproject.toml $(CONSTRAINTS) | $(VENV)
 	@echo "installing jaxinfer into $(VENV)" >&2
 	@$(PIP) --editable ".[demo]"
@@ -82,13 +86,14 @@ $(VENV)-compile/.done: pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -m venv $(VENV)-compile
 	@$(VENV)-compile/bin/python -m pip install --quiet --disable-pip-version-check \
 	    $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) "jax[tpu]==$(JAX)" jax-cuda12-plugin==$(JAX) \
-	    jax-cuda12-pjrt==$(JAX) nvidia-cuda-nvcc-cu12==12.9.86 nvidia-cuda-runtime-cu12==12.9.79 triton==3.6.0 \
-	    --editable .
+	    jax-cuda12-pjrt==$(JAX) nvidia-cuda-nvcc-cu12==12.9.86 nvidia-cuda-runtime-cu12==12.9.79 \
+	    triton==$(TRITON) jax-triton==0.3.1 --editable .
 	@touch $@
 
 $(VENV)/.parity: $(VENV)/.dev
-	@echo "installing PyTorch (CPU) and transformers into $(VENV)" >&2
+	@echo "installing PyTorch (CPU), Triton and transformers into $(VENV)" >&2
 	@$(PIP) torch==2.13.0
+	@$(PIP) triton==$(TRITON)
 	@$(PIP) transformers accelerate
 	@touch $@
 

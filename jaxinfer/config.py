@@ -36,7 +36,7 @@ class CacheConfig:
     memory_bytes: int | None = at_least(1, None)
     memory_fraction: float = at_least(0, 0.2, at_most=1)
     prefix_cache: bool = True
-    dtype: Literal["model", "float32", "bfloat16", "float16"] = "model"
+    dtype: Literal["model", "float32", "bfloat16", "float16", "int8", "float8_e4m3fn"] = "model"
 
 
 @dataclasses.dataclass(frozen=True)

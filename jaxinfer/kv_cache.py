@@ -1,7 +1,7 @@
 """The KV cache on the device: pages, and the ragged batch that says where its tokens live.
 
-Pages are preallocated, one array of keys and one of values a layer. Which request owns which page
-is the host's business (`pages.py`); here a page is a number.
+Pages are preallocated, one array of keys and one of values a layer (`kernels/kv_pages.py`). Which
+request owns which page is the host's business (`pages.py`); here a page is a number.
 """
 
 from __future__ import annotations
@@ -10,29 +10,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from jaxinfer.kernels.dispatch import platform
-from jaxinfer.kernels.paged_attention import write_pages
+from jaxinfer.kernels.folding import LANES, rows_and_lanes
+from jaxinfer.kernels.kv_pages import KVPages, is_quantized
 from jaxinfer.kernels.paged_attention.api import token_rows
-from jaxinfer.kernels.paged_attention.folding import rows_and_lanes
-
-
-class LayerPages(NamedTuple):
-    """One layer's cache: cell b of page p holds K heads of keys and of values.
-
-    Rows and lanes are B and H, or folded (`layout`).
-    """
-
-    k: Float[Array, "P K rows lanes"]
-    v: Float[Array, "P K rows lanes"]
-
-    def write(self, k: jax.Array, v: jax.Array, batch: RaggedBatch) -> LayerPages:
-        """Store the step's new keys and values [T, K, H]; in place under donation."""
-        return LayerPages(
-            write_pages(self.k, k, batch.write_page, batch.write_cell),
-            write_pages(self.v, v, batch.write_page, batch.write_cell),
-        )
+from jaxinfer.options import ConfigError
 
 
 class RaggedBatch(NamedTuple):
@@ -55,22 +39,36 @@ def layout(page_size: int, head_dim: int) -> tuple[int, int]:
     return rows_and_lanes(page_size, head_dim) if platform() == "tpu" else (page_size, head_dim)
 
 
+def check_layout(page_size: int, dtype) -> None:
+    """Raises `ConfigError` for pages that the platform would copy at every step."""
+    if platform() == "tpu" and is_quantized(dtype) and page_size % LANES:
+        raise ConfigError(
+            f"cache.dtype is {jnp.dtype(dtype).name} and cache.page_size {page_size}: on a TPU it "
+            f"must be a multiple of {LANES}, or XLA lays out the pages' scales otherwise than the "
+            "kernel reads them, and copies all of them in every layer"
+        )
+
+
 def allocate(
     num_layers: int, num_pages: int, num_kv_heads: int, page_size: int, head_dim: int, dtype
-) -> tuple[LayerPages, ...]:
-    """`num_layers` layers of zeroed pages."""
+) -> tuple[KVPages, ...]:
+    """`num_layers` layers of zeroed pages, with scales where the type is a quantized one."""
     shape = (num_pages, num_kv_heads, *layout(page_size, head_dim))
-    return tuple(
-        LayerPages(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(num_layers)
-    )
+    scales = (num_pages, num_kv_heads, page_size) if is_quantized(dtype) else None
+
+    def layer() -> KVPages:
+        stored = [jnp.zeros(shape, dtype) for _ in range(2)]
+        return KVPages(*stored, *(jnp.ones(scales, jnp.float32) for _ in range(2) if scales))
+
+    return tuple(layer() for _ in range(num_layers))
 
 
 def page_bytes(
     num_layers: int, num_kv_heads: int, page_size: int, head_dim: int, dtype: jnp.dtype
 ) -> int:
-    """Bytes that one page takes over all layers, keys and values."""
-    rows, lanes = layout(page_size, head_dim)
-    return 2 * num_layers * num_kv_heads * rows * lanes * jnp.dtype(dtype).itemsize
+    """Bytes that one page takes over all layers: keys, values and their scales."""
+    one = jax.eval_shape(lambda: allocate(1, 1, num_kv_heads, page_size, head_dim, dtype))
+    return num_layers * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(one))
 
 
 def ragged_batch(

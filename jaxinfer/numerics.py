@@ -19,6 +19,11 @@ def numerics_for(config: EngineConfig) -> Numerics:
         raise ConfigError(
             f"attention_backend is {backend!r}; this build has {', '.join(sorted(BACKENDS))}"
         )
+    if backend == "hopper":
+        raise ConfigError(
+            "attention_backend is 'hopper', which takes steps with prefill chunks alone; leave it "
+            "unset (on a Hopper such steps take it, others 'gpu'), or say 'gpu' for all"
+        )
     name = config.dtype
     if name == "auto":
         name = "float32" if platform() == "cpu" else "bfloat16"

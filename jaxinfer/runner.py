@@ -53,6 +53,7 @@ class Runner:
             page_size=config.cache.page_size,
             sample_tile=CPU_SAMPLE_TILE if on_cpu else None,
         )
+        kv_cache.check_layout(config.cache.page_size, self.cache_dtype)
         self.memory = self._plan_memory()
         self.state = self._state(self.memory.num_pages)
         self.table_width = self.state.page_table.shape[1]
@@ -82,10 +83,11 @@ class Runner:
             for shape in shapes
         }
         programs |= {"admit": self._lower_admit, "admit_extras": self._lower_extras}
+        compiled = partial(_compile, options=step.compiler_options())
         started = time.perf_counter()
         with ThreadPoolExecutor(NUM_COMPILE_THREADS) as pool:
             try:
-                futures = {pool.submit(lower().compile): name for name, lower in programs.items()}
+                futures = {pool.submit(compiled, lower()): name for name, lower in programs.items()}
                 for future in as_completed(futures):
                     name = futures[future]
                     self._programs[name] = future.result()
@@ -126,7 +128,7 @@ class Runner:
                 self.num_late_compiles += 1
                 logging.warning("%s is compiled after warm-up: requests wait for it", name)
             started = time.perf_counter()
-            self._programs[name] = lower().compile()
+            self._programs[name] = _compile(lower(), step.compiler_options())
             self.compile_seconds += time.perf_counter() - started
             step.forget_traces()
         return self._programs[name]
@@ -179,5 +181,10 @@ class Runner:
         """Of the largest step, by the compiler's account; one page will do, they count apart."""
         state = jax.eval_shape(lambda: self._state(1))
         shape = self.shape_for(self.config.buckets[-1])
-        analysis = self._lower_step(state, shape).compile().memory_analysis()
+        compiled = _compile(self._lower_step(state, shape), step.compiler_options())
+        analysis = compiled.memory_analysis()
         return int(analysis.temp_size_in_bytes + analysis.output_size_in_bytes)
+
+
+def _compile(lowered: Any, options: dict[str, Any]) -> Any:
+    return lowered.compile(compiler_options=options)

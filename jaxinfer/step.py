@@ -7,14 +7,19 @@ counts, when it has any). State is donated: pages and tables are updated in plac
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 
 from jaxinfer import kv_cache
 from jaxinfer.batch import ON_DEVICE, StepInputs, StepShape, unpack
+from jaxinfer.kernels.dispatch import platform
+from jaxinfer.kernels.kv_pages import KVPages
 from jaxinfer.kernels.paged_attention.api import token_rows
 from jaxinfer.models.functional import FunctionalModel, Weights
 from jaxinfer.sampling import SampleOutput, sample, top_logprobs
@@ -35,7 +40,7 @@ PROMPT_LOGPROBS_TILE = 64  # tokens whose logits exist at once
 class EngineState(NamedTuple):
     """Everything that lives on the device between steps, but the weights."""
 
-    pages: tuple[kv_cache.LayerPages, ...]  # one a layer, [P, K, B, H]
+    pages: tuple[KVPages, ...]  # one a layer
     last_token: jax.Array  # [S] int32: what each slot sampled last
     page_table: jax.Array  # [S, W] int32
     sampling: SlotSampling
@@ -197,6 +202,34 @@ step = jax.jit(_step, static_argnames=("program", "shape"), donate_argnames=("st
 # One variant each. Donated: the state.
 admit = jax.jit(_admit, donate_argnames=("state",))
 admit_extras = jax.jit(_admit_extras, donate_argnames=("state",))
+
+
+# GPU: left alone, XLA cuts a decode step's products along the contracted axis, and each sum of
+# parts is one kernel more, with which neither the addition to the residual stream nor the norm
+# behind it is fused (a Llama-3-8B layer compiled for an H100, jax 0.10.2: 11 launches so, 8 with).
+COMPILER_OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "gpu": {"xla_gpu_experimental_force_split_k": 1}
+}
+_nothing = jax.jit(lambda: 0)  # to ask XLA which options it knows
+
+
+def compiler_options() -> dict[str, Any]:
+    """For `lower().compile(compiler_options=...)`, of the platform that is traced for. An option
+    that the installed XLA does not know is left out, and logged: it changes speed alone."""
+    options = COMPILER_OPTIONS.get(platform(), {})
+    return {name: value for name, value in options.items() if _is_known(name, value)}
+
+
+@functools.lru_cache
+def _is_known(name: str, value: Any) -> bool:
+    try:
+        _nothing.lower().compile(compiler_options={name: value})
+    except jax.errors.JaxRuntimeError as error:
+        if "No such compile option" not in str(error):
+            raise
+        logging.warning("this XLA has no option %s: a step takes more launches", name)
+        return False
+    return True
 
 
 def forget_traces() -> None:

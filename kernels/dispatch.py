@@ -43,6 +43,11 @@ def device_kind() -> str:
     return (jax.devices()[0] if device is None else device).device_kind
 
 
+def preferred() -> tuple[str, ...]:
+    """Backends for what is being traced for, best first."""
+    return PREFERENCE.get(platform(), ("xla",))
+
+
 def dispatch(
     operator: str,
     backends: Mapping[str, Callable[..., Any]],
@@ -61,8 +66,7 @@ def dispatch(
             )
         names: tuple[str, ...] = (backend,)
     else:
-        preferred = PREFERENCE.get(platform(), ("xla",))
-        names = tuple(name for name in preferred if name in backends)
+        names = tuple(name for name in preferred() if name in backends)
     reasons = []
     for name in names:
         try:

@@ -6,19 +6,26 @@
 The real TPU and GPU compilers run, on a CPU, in an environment that has their packages (`make
 compile-check` makes one). Nothing is allocated and nothing runs: it tells what a compiler refuses,
 what does not fit, what spills and how many kernels a layer takes, not how long anything takes.
-What is compiled stands in `compile_matrix.toml`, the chips in `targets/`, and the launches a layer
-that a step may take in `compile_budgets.json`. Exits with 1 if anything in its table failed.
+Kernels are those of `kernel_cases/`, whole steps those of `compile_matrix.toml`, chips those of
+`targets/`; the launches a layer that a step may take stand in `compile_budgets.json`. Exits with 1
+if anything in its table failed: a compiler or a backend that refuses, registers that spill, a step
+that does not fit or takes more launches a layer than recorded, a module of cases that is broken.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+# Before JAX is imported: the cases are abstract, and no device is looked for.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import kernel_cases
 from absl import app, flags
 from compile_matrix import choose, jobs_for, load_matrix, target_names
 from compile_report import load_budgets, problems, record_budgets, report
@@ -34,8 +41,15 @@ RECORD = flags.DEFINE_boolean(
     "record_budgets", False, "Make the launches a layer found now the budget of later runs."
 )
 
-PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "nvidia-cuda-nvcc-cu12", "triton")
-REQUIRED = ("libtpu", "jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12")
+REQUIRED = (
+    "libtpu",
+    "jax-cuda12-plugin",
+    "jax-cuda12-pjrt",
+    "nvidia-cuda-nvcc-cu12",
+    "triton",
+    "jax-triton",
+)
+PACKAGES = ("jax", "jaxlib", *REQUIRED)
 
 
 def versions() -> dict[str, str]:
@@ -61,13 +75,14 @@ def main(argv: list[str]) -> None:
     matrix = load_matrix()
     try:
         targets = choose("targets", TARGETS.value, target_names())
-        operators = choose("kernels", KERNELS.value, list(matrix["operators"]))
+        operators = choose("kernels", KERNELS.value, kernel_cases.operators())
         presets = choose("presets", PRESETS.value, list(matrix["presets"]))
     except ValueError as error:
         raise app.UsageError(str(error)) from error
     if missing := missing_packages():
         sys.exit(f"compile_check needs {', '.join(missing)}: run `make compile-check`")
-    jobs = jobs_for(matrix, targets, operators, presets)
+    cases, broken = kernel_cases.load_all(operators)
+    jobs = jobs_for(matrix, targets, cases, presets)
     started = time.perf_counter()
 
     def show(row: dict[str, Any]) -> None:
@@ -78,7 +93,7 @@ def main(argv: list[str]) -> None:
     if RECORD.value:
         record_budgets(rows)
     budgets = load_budgets()
-    text, has_passed = report(jobs, rows, budgets)
+    text, has_passed = report(jobs, rows, budgets, broken)
     cpu_seconds = sum(row.get("cpu_seconds", 0) for row in rows)
     print(f"\n{text}\n\n{len(rows)} rows in {seconds / 60:.1f} minutes", end=" ")
     print(f"({cpu_seconds / 60:.1f} of processor time in compilers)")
@@ -86,7 +101,7 @@ def main(argv: list[str]) -> None:
         for row in rows:
             row["problems"] = problems(row, budgets)
         found = {"versions": versions(), "seconds": seconds, "cpu_seconds": cpu_seconds}
-        found |= {"passed": has_passed, "rows": rows}
+        found |= {"passed": has_passed, "rows": rows, "broken": broken}
         Path(JSON.value).write_text(json.dumps(found, indent=2) + "\n", "utf-8")
     if not has_passed:
         sys.exit(1)

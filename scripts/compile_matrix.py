@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +12,9 @@ from typing import Any
 HERE = Path(__file__).parent
 MATRIX = HERE / "compile_matrix.toml"
 TARGETS = HERE / "targets"
+
+# What each backend of an operator is for; others run anywhere.
+BACKEND_PLATFORMS = {"tpu": "tpu", "gpu": "gpu", "hopper": "gpu"}
 
 # Of one compile, by the clock. A whole model takes 10 to 40 s on two idle cores, a kernel under 10.
 KERNEL_SECONDS = 120
@@ -37,6 +40,25 @@ class Target:
     def limit_bytes(self) -> int:
         return int(self.memory_bytes * self.usable_share)
 
+    def runs(self, backend: str) -> bool:
+        """Whether a backend of that name is for this chip; one for no chip in particular is."""
+        if backend == "hopper":
+            return (self.compute_capability or 0) >= 90
+        return BACKEND_PLATFORMS.get(backend, self.platform) == self.platform
+
+    def of_gpu(self, field: str) -> float:
+        """A number of `target_config`, as `core_count`."""
+        found = re.search(rf"\b{field}: ([0-9.]+)", self.target_config or "")
+        if found is None:
+            raise ValueError(f"targets/{self.name}.toml has no {field}")
+        return float(found.group(1))
+
+    @property
+    def device_kind(self) -> str:
+        """A GPU's name as its driver has it."""
+        found = re.search(r'device_description_str: "([^"]*)"', self.target_config or "")
+        return found.group(1) if found else self.name
+
 
 @dataclasses.dataclass(frozen=True)
 class Job:
@@ -45,17 +67,14 @@ class Job:
     target: str
     kind: str  # "kernel" or "step"
     name: str  # of the operator or the preset
-    values: dict[str, Any]  # kernel: backend, layout, page_size, batch, folded; step: model
+    values: dict[str, Any]  # kernel: backend, case; step: model, is_whole
 
     @property
     def id(self) -> str:
-        """As in `h100 paged_attention/xla llama3_8b page=64 decode`."""
+        """As in `h100 paged_attention/gpu llama3_8b decode`."""
         if self.kind == "step":
             return f"{self.target} {self.name}"
-        v = self.values
-        pages = f"page={v['page_size']}{' folded' if v['folded'] else ''}"
-        case = f"{v['layout']} {pages} {v['batch']}"
-        return f"{self.target} {self.name}/{v['backend']} {case}"
+        return f"{self.target} {self.name}/{self.values['backend']} {self.values['case']}"
 
     @property
     def seconds(self) -> int:
@@ -82,13 +101,7 @@ def load_matrix(path: Path = MATRIX) -> dict[str, Any]:
     for name, preset in matrix["presets"].items():
         known("model", [preset["model"]], f"presets.{name}", matrix["models"])
         known("target", preset["targets"], f"presets.{name}", target_names())
-    for operator, backends in matrix["operators"].items():
-        for backend, entry in backends.items():
-            where = f"operators.{operator}.{backend}"
-            known("target", entry["targets"], where, target_names())
-            for case in entry["cases"]:
-                known("layout", case["layouts"], where, matrix["layouts"])
-                known("batch", case["batches"], where, matrix["batches"])
+        known("target of its own", preset["whole"], f"presets.{name}", preset["targets"])
     if problems:
         raise ValueError(f"{path.name}: " + "; ".join(problems))
     return matrix
@@ -111,31 +124,26 @@ def choose(flag: str, asked: str, known: Sequence[str]) -> list[str]:
 def jobs_for(
     matrix: Mapping[str, Any],
     targets: Sequence[str],
-    operators: Sequence[str],
+    cases: Mapping[str, Mapping[str, Any]],
     presets: Sequence[str],
 ) -> list[Job]:
-    """All that the matrix asks of those targets, target by target; steps, the slow ones, first."""
+    """All that is asked of those targets, target by target; steps, the slow ones, first.
+
+    `cases`: operator -> name -> `kernel_cases.Case`.
+    """
     jobs = []
-    for target in targets:
-        for name in presets:
-            preset = matrix["presets"][name]
-            if target in preset["targets"]:
-                jobs.append(Job(target, "step", name, {"model": preset["model"]}))
-        for operator in operators:
-            for backend, entry in matrix["operators"][operator].items():
-                if target in entry["targets"]:
-                    jobs += _kernel_jobs(target, operator, backend, entry["cases"])
+    for name in targets:
+        target = load_target(name)
+        for preset in presets:
+            entry = matrix["presets"][preset]
+            if name in entry["targets"]:
+                values = {"model": entry["model"], "is_whole": name in entry["whole"]}
+                jobs.append(Job(name, "step", preset, values))
+        jobs += [
+            Job(name, "kernel", operator, {"backend": backend, "case": case_name})
+            for operator, its_cases in cases.items()
+            for case_name, case in its_cases.items()
+            for backend in case.backends
+            if name in case.targets and target.runs(backend)
+        ]
     return jobs
-
-
-def _kernel_jobs(target: str, operator: str, backend: str, cases: Any) -> list[Job]:
-    jobs: dict[str, Job] = {}  # a case that two tables name is compiled once
-    for case in cases:
-        for layout, page_size, batch in itertools.product(
-            case["layouts"], case["page_sizes"], case["batches"]
-        ):
-            values = {"backend": backend, "layout": layout, "page_size": page_size, "batch": batch}
-            values["folded"] = case.get("folded", False)
-            job = Job(target, "kernel", operator, values)
-            jobs[job.id] = job
-    return list(jobs.values())

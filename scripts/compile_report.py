@@ -56,9 +56,7 @@ def gib(num_bytes: float) -> str:
 
 def kernel_columns(job: Job, row: Row) -> list[str]:
     """Cells of a kernel's line."""
-    v = job.values
-    pages = f"{v['page_size']}{' folded' if v['folded'] else ''}"
-    case = [job.target, f"{job.name}/{v['backend']}", v["layout"], pages, v["batch"]]
+    case = [job.target, f"{job.name}/{job.values['backend']}", job.values["case"]]
     if row["status"] != "compiled":
         return [*case, row["status"], "", "", ""]
     count = row["launches"]
@@ -89,9 +87,10 @@ def step_columns(job: Job, row: Row) -> list[str]:
         f"{row['seconds']:.0f} s",
         *parts,
         f"{gib(memory['total'])} of {gib(memory['limit'])}",
-        "yes" if memory["fits"] else "NO",
+        f"{'yes' if memory['fits'] else 'NO'}, by {row['compiled']}",
         f"{row['tokens_cached']:,}",
-        _launches(layer["launches"], layer["loops"], layer["launches_in_loops"]),
+        _launches(layer["launches"], layer["loops"], layer["launches_in_loops"])
+        + f" (of {row['operators_per_layer']} operators)",
         crossing or "none",
     ]
 
@@ -100,8 +99,7 @@ def _launches(straight: float, loops: float, in_loops: float) -> str:
     return f"{straight:g}" + (f" + {loops:g} loops of {in_loops:g}" if loops else "")
 
 
-KERNEL_HEAD = ["target", "kernel", "layout", "page", "batch", "compiled", "launches", "takes"]
-KERNEL_HEAD += ["spills"]
+KERNEL_HEAD = ["target", "kernel", "case", "compiled", "launches", "takes", "spills"]
 STEP_HEAD = ["target", "preset", "compiled", "weights", "pages", "temporaries", "GiB in all"]
 STEP_HEAD += ["fits", "tokens cached", "launches a layer", "collectives"]
 
@@ -115,8 +113,11 @@ def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     )
 
 
-def report(jobs: Sequence[Job], rows: Sequence[Row], budgets: Budgets) -> tuple[str, bool]:
-    """The text to print, and whether everything passed."""
+def report(
+    jobs: Sequence[Job], rows: Sequence[Row], budgets: Budgets, broken: Mapping[str, str]
+) -> tuple[str, bool]:
+    """The text to print, and whether everything passed. `broken`: operators whose cases could not
+    be read -> why."""
     parts, pairs = [], list(zip(jobs, rows, strict=True))
     for kind, head, columns in (
         ("kernel", KERNEL_HEAD, kernel_columns),
@@ -125,7 +126,8 @@ def report(jobs: Sequence[Job], rows: Sequence[Row], budgets: Budgets) -> tuple[
         lines = [columns(job, row) for job, row in pairs if job.kind == kind]
         if lines:
             parts.append(table(head, lines))
-    failed = [[row["id"], why] for row in rows for why in problems(row, budgets)]
+    failed = [[name, why] for name, why in broken.items()]
+    failed += [[row["id"], why] for row in rows for why in problems(row, budgets)]
     if failed:
         parts.append("FAILED\n" + table(["what", "why"], failed))
     return "\n\n".join(parts), not failed

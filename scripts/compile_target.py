@@ -82,13 +82,20 @@ class Chip:
         ):
             yield
 
-    def compile(self, function: Callable[..., Any], *args: Any, **static: Any) -> Compiled:
-        """Compile a jitted function for arguments that `abstract` made."""
+    def compile(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        options: Callable[[], dict[str, Any]] = dict,
+        **static: Any,
+    ) -> Compiled:
+        """Compile a jitted function for arguments that `abstract` made; `options` tells, while the
+        chip is in use, what its compiler gets."""
         lowering = "tpu" if self.target.platform == "tpu" else "cuda"
         with self.in_use():
             self.on_compile()
             lowered = function.trace(*args, **static).lower(lowering_platforms=(lowering,))
             started, cpu_started = time.perf_counter(), time.process_time()
-            program = lowered.compile()
+            program = lowered.compile(compiler_options=options())
         seconds = time.perf_counter() - started
         return Compiled(program, seconds, time.process_time() - cpu_started)

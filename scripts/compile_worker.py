@@ -1,64 +1,85 @@
-"""The child process of the compile gate: compiles one target's jobs, a line of JSON for each event.
+"""The child process of the compile gate: compiles the jobs that it is fed (`fed_child.py`).
 
-    python scripts/compile_worker.py JOBS.json RESULTS.jsonl
-
-It writes `{"compiling": id}` before each of a job's compiles and `{"id": ..., "status": ...}` after
-the last, so that the parent knows which job a crash or a hang belongs to. A status is one of
+It tells of each compile as it begins, so that each has its time. A row's status is one of
 
     compiled    with what was found
     declined    the backend says that it does not take such a case
     refused     the compiler, or the program on the way to it, failed; `reason` is its own
+
+and of the parent: crashed, timed out.
 """
 
 from __future__ import annotations
 
-import json
+import functools
 import os
 import sys
 import tempfile
 import traceback
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-from compile_kernels import CASES, check_kernel
+import kernel_cases
+from compile_kernels import TritonCompiler, check_kernel
 from compile_matrix import Job, load_matrix, load_target
 from compile_steps import check_step
 from compile_target import Chip
 from compile_text import first_reason, xla_spills
+from fed_child import serve
 
 
-def run_job(chip: Chip, matrix: dict[str, Any], job: Job) -> dict[str, Any]:
-    """What a job found."""
-    if job.kind == "step":
-        return check_step(chip, job.name, matrix["models"][job.values["model"]])
-    v = job.values
-    case = CASES[job.name](
-        matrix["layouts"][v["layout"]],
-        v["page_size"],
-        matrix["batches"][v["batch"]],
-        v["folded"],
-    )
-    return check_kernel(chip, job.name, v["backend"], case)
+class Worker:
+    """What one process keeps between its jobs: topologies, kernels compiled, the cases."""
+
+    def __init__(self) -> None:
+        self.matrix = load_matrix()
+        self.tell: Callable[[dict[str, Any]], None] = lambda event: None
+        self.chip = functools.cache(self._chip)
+        self.triton = functools.cache(lambda name: TritonCompiler(load_target(name)))
+        self.cases = functools.cache(kernel_cases.load)
+
+    def _chip(self, name: str) -> Chip:
+        return Chip(load_target(name), lambda: self.tell({"compiling": name}))
+
+    def run(self, job: Job) -> dict[str, Any]:
+        """What a job found."""
+        chip = self.chip(job.target)
+        if job.kind == "step":
+            model = self.matrix["models"][job.values["model"]]
+            return check_step(chip, job.name, model, is_whole=job.values["is_whole"])
+        case = self.cases(job.name)[job.values["case"]]
+        triton = self.triton(job.target) if chip.target.platform == "gpu" else None
+        return check_kernel(chip, triton, case, job.values["backend"])
+
+    def handle(
+        self, values: dict[str, Any], tell: Callable[[dict[str, Any]], None]
+    ) -> dict[str, Any]:
+        """What became of a job, whatever it was; compilers' warnings of spills included."""
+        self.tell = tell
+        found: dict[str, Any]
+        with _StderrToFile() as log:
+            try:
+                found = {"status": "compiled", **self.run(Job(**values))}
+            except NotImplementedError as why:
+                reason = first_reason(" ".join(str(why).split()), 600)
+                found = {"status": "declined", "reason": reason}
+            except Exception as error:
+                found = {
+                    "status": "refused",
+                    "reason": first_reason(_root(error)),
+                    "trace": traceback.format_exc()[-4000:],
+                }
+        if spilled := xla_spills(log.text):
+            found["spills"] = found.get("spills", 0) + sum(spilled.values())
+            found["spilled"] = spilled
+        return found
 
 
-def checked(chip: Chip, matrix: dict[str, Any], job: Job) -> dict[str, Any]:
-    """What became of a job, whatever it was; compilers' warnings of spills included."""
-    found: dict[str, Any]
-    with _StderrToFile() as log:
-        try:
-            found = {"status": "compiled", **run_job(chip, matrix, job)}
-        except NotImplementedError as why:
-            found = {"status": "declined", "reason": first_reason(why, 600)}
-        except Exception as error:
-            found = {
-                "status": "refused",
-                "reason": first_reason(error),
-                "trace": traceback.format_exc()[-4000:],
-            }
-    if spilled := xla_spills(log.text):
-        found["spills"] = found.get("spills", 0) + sum(spilled.values())
-        found["spilled"] = spilled
-    return {"id": job.id, **found}
+def _root(error: BaseException) -> BaseException:
+    """What a Triton error comes from: its own text is a place in a kernel, once for every call."""
+    while type(error).__name__ == "CompilationError" and error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 class _StderrToFile:
@@ -83,18 +104,5 @@ class _StderrToFile:
         sys.stderr.write(self.text)  # the parent keeps its end, for a crash's last words
 
 
-def main(jobs_path: str, results_path: str) -> None:
-    jobs = [Job(**values) for values in json.loads(Path(jobs_path).read_text(encoding="utf-8"))]
-    matrix = load_matrix()
-    with open(results_path, "a", encoding="utf-8", buffering=1) as results:
-
-        def write(event: dict[str, Any]) -> None:
-            results.write(json.dumps(event) + "\n")
-
-        chip = Chip(load_target(jobs[0].target), lambda: write({"compiling": job.id}))
-        for job in jobs:
-            write(checked(chip, matrix, job))
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    serve(Worker().handle)

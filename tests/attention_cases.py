@@ -16,15 +16,31 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.experimental.pallas import tpu as pltpu
+from triton_bench import needs_triton
 
-from jaxinfer.kernels.paged_attention import BACKENDS, paged_attention, tpu
+from jaxinfer.kernels.folding import fold_of, unfold_scales, unfolding
+from jaxinfer.kernels.kv_pages import QUANTIZED, KVPages
+from jaxinfer.kernels.paged_attention import BACKENDS, gpu, paged_attention, tpu
+from jaxinfer.kernels.triton_launch import interpret
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}  # on ||out - ref|| / ||ref||
-STATIC = ("scale", "window", "soft_cap", "batch_invariant", "backend")
+STATIC = ("scale", "window", "soft_cap", "return_lse", "batch_invariant", "backend")
 
-# Tests run the TPU's kernel in its emulator, where memory that nobody wrote is NaN.
-EMULATED = {"tpu": partial(tpu.paged_attention, interpret=pltpu.InterpretParams())}
+# Tests run the TPU's kernel in its emulator, where memory that nobody wrote is NaN, and the GPU's
+# by Triton's interpreter.
+EMULATED = {
+    "tpu": partial(tpu.paged_attention, interpret=pltpu.InterpretParams()),
+    "gpu": unfolding(partial(gpu.paged_attention, launch=interpret)),
+}
+
+# The Hopper backend takes none of these sizes; test_paged_attention_hopper.py has its own.
+EVERY_BACKEND = [
+    pytest.param(name, marks=needs_triton if name == "gpu" else ())
+    for name in BACKENDS
+    if name != "hopper"
+]
 
 
 def program_of(backend: str | None) -> Any:
@@ -66,14 +82,18 @@ class Case:
     q_start: np.ndarray
     kv_len: np.ndarray
     page_table: np.ndarray
+    k_scales: np.ndarray | None = None
+    v_scales: np.ndarray | None = None
 
     @property
     def num_real(self) -> int:
         return int(self.q_start[-1])
 
-    def arrays(self) -> tuple[jax.Array, ...]:
-        fields = dataclasses.fields(self)
-        return tuple(jnp.asarray(getattr(self, field.name)) for field in fields)
+    def arrays(self) -> tuple[Any, ...]:
+        pages: Any = (self.k_pages, self.v_pages, self.k_scales, self.v_scales)
+        pages = KVPages(*pages)
+        whole = (self.q, pages, self.q_start, self.kv_len, self.page_table)
+        return jax.tree.map(jnp.asarray, whole)
 
 
 def make_case(
@@ -109,9 +129,42 @@ def make_case(
     q_start = np.concatenate([[0], np.cumsum(q_len)]).astype(np.int32)
     assert q_start[-1] <= T, "more queries than tokens"
     q[q_start[-1] :] = np.nan
-    of_cache = partial(np.asarray, dtype=jnp.dtype(shape.cache_dtype))
+    k_pages, k_scales = _stored(k_pages, shape.cache_dtype, rng)
+    v_pages, v_scales = _stored(v_pages, shape.cache_dtype, rng)
     q = np.asarray(q, dtype=jnp.dtype(shape.dtype))
-    return Case(q, of_cache(k_pages), of_cache(v_pages), q_start, kv_len, page_table)
+    return Case(q, k_pages, v_pages, q_start, kv_len, page_table, k_scales, v_scales)
+
+
+def _stored(
+    pages: np.ndarray, dtype: str, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Pages in the cache's type and their scales; what was NaN has the scale NaN, or is NaN."""
+    if dtype not in QUANTIZED:
+        return np.asarray(pages, dtype=jnp.dtype(dtype)), None
+    scales = np.abs(pages).max(axis=-1) / QUANTIZED[dtype]
+    stored = pages / scales[..., None]
+    stored = np.where(np.isnan(stored), rng.integers(-99, 99, stored.shape), stored)
+    stored = np.rint(stored) if dtype == "int8" else stored
+    return stored.astype(jnp.dtype(dtype)), scales.astype(np.float32)
+
+
+def plain_pages(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    """Keys and values in float64, [P, K, B, H]: folded no more, and times their scales."""
+
+    def plain(pages, scales):
+        H, rows = case.q.shape[2], pages.shape[2]
+        is_folded = pages.shape[3] != H
+        numbers = np.asarray(pages, np.float64)
+        if is_folded:
+            fold = fold_of(pages.shape[3], H)
+            numbers = numbers[..., : fold * H].reshape(*pages.shape[:2], rows * fold, H)
+        if scales is None:
+            return numbers
+        if is_folded:
+            scales = np.asarray(unfold_scales(jnp.asarray(scales), rows))
+        return numbers * scales[..., None].astype(np.float64)
+
+    return plain(case.k_pages, case.k_scales), plain(case.v_pages, case.v_scales)
 
 
 def oracle(
@@ -122,11 +175,13 @@ def oracle(
     soft_cap: float | None = None,
     sinks: np.ndarray | None = None,
     alibi_slopes: np.ndarray | None = None,
-) -> np.ndarray:
+    return_lse: bool = False,
+) -> Any:
     """The formula of `api.py`, read word for word: one query and one head at a time, float64."""
-    out = np.zeros(case.q.shape)
-    N, K = case.q.shape[1], case.k_pages.shape[1]
-    B = case.k_pages.shape[2]
+    k_pages, v_pages = plain_pages(case)
+    out, lse = np.zeros(case.q.shape), np.full(case.q.shape[:2], -np.inf)
+    N, K = case.q.shape[1], k_pages.shape[1]
+    B = k_pages.shape[2]
     for r in range(len(case.kv_len)):
         first, end = int(case.q_start[r]), int(case.q_start[r + 1])
         for t in range(first, end):
@@ -134,8 +189,8 @@ def oracle(
             seen = [s for s in range(p + 1) if window is None or s > p - window]
             for n in range(N):
                 cell = [(case.page_table[r, s // B], n // (N // K), s % B) for s in seen]
-                k = np.array([case.k_pages[c] for c in cell], np.float64)
-                v = np.array([case.v_pages[c] for c in cell], np.float64)
+                k = np.array([k_pages[c] for c in cell])
+                v = np.array([v_pages[c] for c in cell])
                 z = scale * (k @ case.q[t, n].astype(np.float64))
                 if soft_cap is not None:
                     z = soft_cap * np.tanh(z / soft_cap)
@@ -147,14 +202,16 @@ def oracle(
                 if sinks is not None:
                     total += math.exp(float(sinks[n]) - top)
                 out[t, n] = weight @ v / total
-    return out
+                lse[t, n] = top + math.log(total)
+    return (out, lse) if return_lse else out
 
 
-def run(case: Case, backend: str | None, **variant: Any) -> np.ndarray:
-    """The front door's answer, compiled."""
+def run(case: Case, backend: str | None, **variant: Any) -> Any:
+    """The front door's answer, compiled: out, and lse behind it where that is asked for."""
     variant = {name: _array(value) for name, value in variant.items()}
     with mock.patch.dict(BACKENDS, EMULATED):
-        return np.asarray(program_of(backend)(*case.arrays(), backend=backend, **variant))
+        answer = program_of(backend)(*case.arrays(), backend=backend, **variant)
+    return jax.tree.map(np.asarray, answer)
 
 
 def _array(value: Any) -> Any:
@@ -176,11 +233,18 @@ def assert_close(out: np.ndarray, ref: np.ndarray, tolerance: float) -> None:
 def check(case: Case, backend: str | None, tolerance: float | None = None, **variant: Any) -> None:
     """The backend agrees with the oracle, and tokens of no row get zeros."""
     variant.setdefault("scale", case.q.shape[2] ** -0.5)
-    out = run(case, backend, **variant)
+    out, lse = run(case, backend, return_lse=True, **variant)
     assert out.dtype == case.q.dtype and out.shape == case.q.shape
+    assert lse.dtype == np.float32 and lse.shape == case.q.shape[:2]
     assert (out[case.num_real :] == 0).all(), "padding"
+    assert (lse[case.num_real :] == -np.inf).all(), "padding"
     variant.pop("batch_invariant", None)
-    ref = oracle(case, **variant)
+    ref, ref_lse = oracle(case, return_lse=True, **variant)
     if case.num_real:
         tolerance = tolerance or TOLERANCE[case.q.dtype.name]
         assert_close(out[: case.num_real], ref[: case.num_real], tolerance)
+        real = slice(case.num_real)
+        is_sum = np.isfinite(ref_lse[real])
+        assert (is_sum == np.isfinite(lse[real])).all(), "lse"
+        off = np.abs(np.where(is_sum, lse[real], 0) - np.where(is_sum, ref_lse[real], 0)).max()
+        assert off <= 10 * tolerance * max(1, np.abs(ref_lse[real][is_sum]).max()), "lse"

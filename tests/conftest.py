@@ -6,6 +6,8 @@ import os
 
 # Before jax is imported: tests run on the CPU, whatever the machine has.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Before triton is: its kernels run on CPU tensors.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 from jaxtyping import install_import_hook

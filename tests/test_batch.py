@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -169,13 +170,16 @@ def test_the_device_derives_positions_and_cells_from_the_rows():
     assert (np.asarray(batch.write_page)[7:] >= num_pages).all(), "padding is not stored"
 
 
-def test_page_bytes_are_what_the_pages_take():
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "float8_e4m3fn"])
+def test_page_bytes_are_what_the_pages_take(dtype):
     shape = {"num_layers": 3, "num_kv_heads": 2, "page_size": 8, "head_dim": 4}
-    layers = allocate(num_pages=5, dtype=jnp.bfloat16, **shape)
-    arrays = [array for layer in layers for array in layer]
-    assert len(layers) == 3 and {a.shape for a in arrays} == {(5, 2, 8, 4)}
-    total = sum(array.nbytes for array in arrays)
-    assert total == 5 * page_bytes(dtype=jnp.dtype(jnp.bfloat16), **shape)
+    layers = allocate(num_pages=5, dtype=jnp.dtype(dtype), **shape)
+    assert len(layers) == 3 and {layer.k.shape for layer in layers} == {(5, 2, 8, 4)}
+    assert {layer.v.dtype.name for layer in layers} == {dtype}
+    scales = {None if layer.k_scales is None else layer.k_scales.shape for layer in layers}
+    assert scales == {None if dtype == "bfloat16" else (5, 2, 8)}
+    total = sum(array.nbytes for array in jax.tree.leaves(layers))
+    assert total == 5 * page_bytes(dtype=jnp.dtype(dtype), **shape)
 
 
 @settings(deadline=None, max_examples=100)

@@ -11,153 +11,27 @@ import importlib.util
 import json
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from jaxinfer.config import load_config, preset_names
-from jaxinfer.kernels import paged_attention
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
 # Scripts are run, not installed; they find each other by their folder.
 matrix_module: Any = importlib.import_module("compile_matrix")
+fed_child: Any = importlib.import_module("fed_child")
+kernel_cases: Any = importlib.import_module("kernel_cases")
 report_module: Any = importlib.import_module("compile_report")
 compile_run: Any = importlib.import_module("compile_run")
-text_module: Any = importlib.import_module("compile_text")
 Job, load_matrix, jobs_for = (
     matrix_module.Job,
     matrix_module.load_matrix,
     matrix_module.jobs_for,
 )
-Launches, parse = text_module.Launches, text_module.parse
-
-MODULE = """HloModule jit_step, is_scheduled=true
-
-%fused_add (p0: f32[8], p1: f32[8]) -> f32[8] {
-  %p0 = f32[8]{0} parameter(0)
-  %p1 = f32[8]{0} parameter(1)
-  ROOT %add.1 = f32[8]{0} add(%p0, %p1)
-}
-
-%turn (state: (s32[], f32[8])) -> (s32[], f32[8]) {
-  %state = (s32[], f32[8]{0}) parameter(0)
-  %i = s32[] get-tuple-element(%state), index=0
-  %x = f32[8]{0} get-tuple-element(%state), index=1
-  %next = s32[] add(%i, %i)
-  %f.1 = f32[8]{0} fusion(%x, %x), kind=kLoop, calls=%fused_add
-  %copied = f32[8]{0} copy(%f.1)
-  ROOT %out = (s32[], f32[8]{0}) tuple(%next, %copied)
-}
-
-%more (state.1: (s32[], f32[8])) -> pred[] {
-  %state.1 = (s32[], f32[8]{0}) parameter(0)
-  ROOT %less = pred[] fusion(%state.1), kind=kLoop, calls=%fused_less
-}
-
-%short (p.2: f32[8]) -> f32[8] {
-  ROOT %p.2 = f32[8]{0} parameter(0)
-}
-
-%long (p.3: f32[8]) -> f32[8] {
-  %p.3 = f32[8]{0} parameter(0)
-  ROOT %sorted = f32[8]{0} sort(%p.3), dimensions={0}
-}
-
-ENTRY %main (a: f32[8], c: pred[]) -> f32[8] {
-  %a = f32[8]{0} parameter(0)
-  %c = pred[] parameter(1)
-  %zero = s32[] constant(0)
-  %scalar = s32[] add(%zero, %zero)
-  %view = f32[4,2]{1,0} bitcast(%a)
-  %f.2 = f32[8]{0} fusion(%a, %a), kind=kLoop, calls=%fused_add, metadata={op_name="jit(s)/block_1/add"}
-  %init = (s32[], f32[8]{0}) tuple(%zero, %f.2)
-  %w = (s32[], f32[8]{0}, /*index=2*/f32[]) while(%init), condition=%more, body=%turn LOOP
-  %sum = f32[8]{0} all-reduce(%f.2), replica_groups={{0,1}}, to_apply=%fused_add
-  %gs = (bf16[4]{0}, bf16[8]{0}) all-gather-start(%view), dimensions={0}
-  %gd = bf16[8]{0} all-gather-done(%gs)
-  %alloc = f32[8]{0} custom-call(), custom_call_target="AllocateBuffer"
-  %k = f32[8]{0} custom-call(%sum), custom_call_target="tpu_custom_call", backend_config={"used_scoped_memory_configs":[{"memory_space":"1","offset":"0","size":"4096"},{"memory_space":"2","offset":"0","size":"7"}]}
-  ROOT %r = f32[8]{0} conditional(%c, %a, %k), true_computation=%short, false_computation=%long
-}
-"""  # noqa: E501
-
-
-@pytest.mark.parametrize(
-    ("loop", "expected"),
-    # Straight: f.2, all-reduce, all-gather, the kernel, and the longer branch's sort. A turn of the
-    # loop: a fusion, a copy, and the fusion of its condition; scalars and views are free.
-    [("", Launches(5, 1, 3)), (', backend_config={"known_trip_count":{"n":"4"}}', Launches(17))],
-)
-def test_launches_are_counted_with_loops_apart_unless_their_length_is_known(loop, expected):
-    assert text_module.launches(parse(MODULE.replace(" LOOP", loop))) == expected
-
-
-def test_a_text_without_an_entry_is_refused():
-    with pytest.raises(ValueError, match="no ENTRY"):
-        parse("%f (p: f32[]) -> f32[] {\n}\n")
-
-
-def test_collectives_are_summed_by_kind_and_an_asynchronous_one_counts_its_result():
-    assert text_module.collectives(parse(MODULE)) == {
-        "all-reduce": {"count": 1, "bytes": 32},
-        "all-gather": {"count": 1, "bytes": 16},
-    }
-
-
-@pytest.mark.parametrize(
-    ("text", "sizes"),
-    [("f32[2,3]{1,0}", [24]), ("(bf16[4], s32[])", [8, 4]), ("pred[9]", [9]), ("s4[3]", [2]),
-     ("f8e4m3fn[5]", [5]), ("token[]", [0]), ("f32[0,7]", [0])],
-)  # fmt: skip
-def test_bytes_of_a_type_are_those_of_its_arrays(text, sizes):
-    assert text_module.array_bytes(text) == sizes
-
-
-def test_vmem_is_what_the_compiler_notes_beside_a_mosaic_kernel():
-    assert text_module.mosaic_vmem(parse(MODULE)) == [4096]
-
-
-def test_a_layers_kernels_are_those_that_carry_its_name():
-    [kernel] = text_module.layer_kernels(parse(MODULE), 1)
-    assert kernel == {"name": "f.2", "result": "f32[8]", "op": "add", "inside": {"add": 1}}
-    assert not text_module.layer_kernels(parse(MODULE), 0)
-
-
-PTXAS = """ptxas info    : 0 bytes gmem
-ptxas info    : Compiling entry function 'decode' for 'sm_90a'
-ptxas info    : Function properties for decode
-    16 bytes stack frame, 24 bytes spill stores, 40 bytes spill loads
-ptxas info    : Used 168 registers, used 1 barriers, 1024 bytes smem, 400 bytes cmem[0]
-ptxas info    : Compiling entry function 'merge' for 'sm_90a'
-    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
-ptxas info    : Used 32 registers, used 0 barriers
-"""
-
-
-def test_registers_shared_memory_and_spills_are_read_kernel_by_kernel():
-    assert text_module.ptxas_resources(PTXAS) == [
-        text_module.Resources("decode", 168, 1024, 64),
-        text_module.Resources("merge", 32, 0, 0),
-    ]
-
-
-def test_spills_are_found_among_xlas_warnings():
-    log = (
-        "W0101 asm.cc:1] Registers are spilled to local memory in function 'gemm_fusion_dot_3', "
-        "8 bytes spill stores, 12 bytes spill loads\nW sort_rewriter.cc] something else\n"
-    )
-    assert text_module.xla_spills(log) == {"gemm_fusion_dot_3": 20}
-    assert text_module.xla_spills("0 bytes spill stores in function 'x'") == {}
-
-
-def test_a_reason_is_the_first_line_that_says_something():
-    assert text_module.first_reason(ValueError("\n  out of memory\nstack...")) == "out of memory"
-    assert text_module.first_reason(KeyError()) == "KeyError"
-    assert len(text_module.first_reason("x" * 900)) == 300
 
 
 def test_every_target_says_where_its_values_come_from_and_fits_its_platform():
@@ -176,10 +50,8 @@ def test_every_target_says_where_its_values_come_from_and_fits_its_platform():
             assert f"device_memory_size: {target.memory_bytes}\n" in (target.target_config or "")
 
 
-def test_the_matrix_covers_every_backend_and_every_preset_for_an_accelerator():
+def test_the_matrix_covers_every_preset_for_an_accelerator():
     matrix = load_matrix()
-    on_devices = set(paged_attention.BACKENDS) - {"reference"}
-    assert set(matrix["operators"]["paged_attention"]) == on_devices
     assert set(matrix["presets"]) == set(preset_names()) - {"demo"}
     for name in matrix["presets"]:
         assert load_config(name).dtype != "auto", "a type that does not depend on who compiles"
@@ -188,38 +60,79 @@ def test_the_matrix_covers_every_backend_and_every_preset_for_an_accelerator():
 def test_a_matrix_that_names_what_is_not_there_is_refused_as_a_whole(tmp_path):
     path = tmp_path / "matrix.toml"
     path.write_text(
-        "[models]\n[layouts]\n[batches]\n"
-        '[presets.p]\nmodel = "nobody"\ntargets = ["h100", "h900"]\n'
-        '[operators.o.xla]\ntargets = []\n'
-        'cases = [{layouts = ["flat"], page_sizes = [16], batches = ["none"]}]\n'
-    )  # fmt: skip
-    with pytest.raises(ValueError, match=r"'nobody'.*'h900'.*'flat'.*'none'"):
+        '[models]\n[presets.p]\nmodel = "nobody"\ntargets = ["h100", "h900"]\nwhole = []\n'
+        '[presets.q]\nmodel = "noone"\ntargets = []\nwhole = ["v5e"]\n'
+    )
+    with pytest.raises(ValueError, match=r"'nobody'.*'h900'.*'noone'.*'v5e'"):
         load_matrix(path)
 
 
-def test_jobs_are_the_product_of_the_cases_each_once_and_steps_come_first():
-    matrix = tomllib.loads("""
-        [presets.p]
-        model = "m"
-        targets = ["h100"]
-        [operators.o.xla]
-        targets = ["h100", "v5e"]
-        cases = [
-            { layouts = ["a", "b"], page_sizes = [16, 64], batches = ["decode"] },
-            { layouts = ["a"], page_sizes = [16], batches = ["decode", "mixed"] },
-            { layouts = ["a"], page_sizes = [16], batches = ["mixed"], folded = true },
-        ]
-    """)
-    ids = [job.id for job in jobs_for(matrix, ["h100", "v4"], ["o"], ["p"])]
-    assert ids == [
+def case(**fields: Any) -> Any:
+    blank = {"function": print, "arguments": (), "options": {}, "make": print, "bytes_moved": 0}
+    return kernel_cases.Case(**blank, flops=0, tolerance=0, **fields)
+
+
+def test_jobs_are_the_cases_on_the_chips_that_their_backends_are_for_and_steps_come_first():
+    matrix = {"presets": {"p": {"model": "m", "targets": ["h100"], "whole": []}}}
+    cases = {
+        "o": {
+            "all": case(),
+            "plain": case(backends=("xla",), targets=("v5e", "h100")),
+            "new": case(backends=("gpu", "hopper")),
+        }
+    }
+    assert [job.id for job in jobs_for(matrix, ["h100", "v5e", "a100"], cases, ["p"])] == [
         "h100 p",
-        "h100 o/xla a page=16 decode",
-        "h100 o/xla a page=64 decode",
-        "h100 o/xla b page=16 decode",
-        "h100 o/xla b page=64 decode",
-        "h100 o/xla a page=16 mixed",
-        "h100 o/xla a page=16 folded mixed",
+        "h100 o/gpu all",
+        "h100 o/xla plain",
+        "h100 o/gpu new",
+        "h100 o/hopper new",
+        "v5e o/tpu all",
+        "v5e o/xla plain",
+        "a100 o/gpu all",
+        "a100 o/gpu new",
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("import nothing_of_that_name", "nothing_of_that_name"),
+        ("def cases(): return {}", "there are no cases"),
+        ("def cases(): return {'a': 1}", "a is no Case"),
+        ("", "cases"),
+    ],
+)
+def test_a_broken_module_of_cases_is_named_and_fails_the_gate(tmp_path, monkeypatch, text, reason):
+    (tmp_path / "broken_op.py").write_text(text)
+    monkeypatch.setattr(kernel_cases, "__path__", [*kernel_cases.__path__, str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "kernel_cases.broken_op", raising=False)
+    importlib.invalidate_caches()
+    assert "broken_op" in kernel_cases.operators()
+    cases, broken = kernel_cases.load_all(["broken_op", "paged_attention"])
+    assert list(cases) == ["paged_attention"]
+    text, has_passed = report_module.report([], [], {}, broken)
+    assert not has_passed and "kernel_cases/broken_op.py is broken" in text and reason in text
+
+
+def test_the_steps_are_taken_first_and_then_each_child_stays_with_its_target():
+    step = lambda target: Job(target, "step", "p", {})
+    kernel = lambda target, name: Job(target, "kernel", name, {})
+    asked = [step("a"), kernel("a", "1"), kernel("a", "2"), step("b"), kernel("b", "1")]
+    left = compile_run.Jobs(asked)
+    assert [left.take(None), left.take(None)] == [step("a"), step("b")]
+    assert left.take(step("b")) == kernel("b", "1")
+    assert left.take(step("a")) == kernel("a", "1")
+    assert left.take(kernel("b", "1")) == kernel("a", "2")
+    assert left.take(kernel("a", "1")) is None
+
+
+def test_a_gpus_limits_are_read_from_its_target():
+    target = matrix_module.load_target("h100")
+    assert target.of_gpu("shared_memory_per_block_optin") == 232448
+    assert target.device_kind == "NVIDIA H100 80GB HBM3"
+    with pytest.raises(ValueError, match="has no colour"):
+        target.of_gpu("colour")
 
 
 def test_a_choice_is_all_none_or_known_names():
@@ -231,9 +144,8 @@ def test_a_choice_is_all_none_or_known_names():
             matrix_module.choose("targets", wrong, ["a", "b"])
 
 
-STEP = Job("h100", "step", "p", {"model": "m"})
-KERNEL = Job("h100", "kernel", "o", {"backend": "gpu", "layout": "a", "page_size": 16,
-             "batch": "decode", "folded": False})  # fmt: skip
+STEP = Job("h100", "step", "p", {"model": "m", "is_whole": True})
+KERNEL = Job("h100", "kernel", "o", {"backend": "gpu", "case": "decode"})
 STEP_ROW = {
     "id": STEP.id,
     "status": "compiled",
@@ -247,7 +159,9 @@ STEP_ROW = {
         "fits": True,
     },
     "tokens_cached": 64,
+    "compiled": "all layers",
     "collectives": {"all-reduce": {"count": 2, "bytes": 2**20}},
+    "operators_per_layer": 133,
     "per_layer": {"launches": 8.0, "loops": 0.0, "launches_in_loops": 0.0},
 }  # fmt: skip
 KERNEL_ROW = {
@@ -263,7 +177,7 @@ BUDGETS = {STEP.id: {"launches": 8, "loops": 0, "launches_in_loops": 0}}
 
 
 def test_what_keeps_to_its_budget_passes():
-    text, has_passed = report_module.report([STEP, KERNEL], [STEP_ROW, KERNEL_ROW], BUDGETS)
+    text, has_passed = report_module.report([STEP, KERNEL], [STEP_ROW, KERNEL_ROW], BUDGETS, {})
     assert has_passed and "FAILED" not in text
     assert "128 registers, 64 KiB shared" in text and "3.00 of 4.00" in text
     assert "all-reduce 2 (1.0 MiB)" in text
@@ -286,7 +200,7 @@ def test_what_keeps_to_its_budget_passes():
     ],
 )  # fmt: skip
 def test_what_fails_is_named_with_its_reason(job, row, change, reason):
-    text, has_passed = report_module.report([job], [row | change], BUDGETS)
+    text, has_passed = report_module.report([job], [row | change], BUDGETS, {})
     assert not has_passed and reason in text.partition("FAILED")[2]
 
 
@@ -303,29 +217,40 @@ def test_recording_replaces_what_ran_and_keeps_the_rest(tmp_path):
 
 def test_budgets_are_recorded_for_steps_that_the_matrix_has():
     matrix = load_matrix()
-    jobs = jobs_for(matrix, matrix_module.target_names(), [], list(matrix["presets"]))
+    jobs = jobs_for(matrix, matrix_module.target_names(), {}, list(matrix["presets"]))
     assert set(report_module.load_budgets()) == {job.id for job in jobs}
 
 
 WORKER = """
-import json, os, sys, time
-jobs = json.load(open(sys.argv[1]))
-with open(sys.argv[2], "a", buffering=1) as out:
-    for job in jobs:
-        name = f"{job['target']} {job['name']}"
-        out.write(json.dumps({"compiling": name}) + "\\n")
-        if job["name"] == "crash":
-            print("LLVM ERROR: no such register", file=sys.stderr, flush=True)
-            os._exit(134)
-        if job["name"] == "hang":
-            time.sleep(60)
-        out.write(json.dumps({"id": name, "status": "compiled"}) + "\\n")
+import os, sys, time
+sys.path.insert(0, {scripts!r})
+from fed_child import serve
+
+def handle(job, tell):
+    print("to standard output")
+    tell({{"compiling": job["name"]}})
+    if job["name"] == "crash":
+        print("LLVM ERROR: no such register", file=sys.stderr, flush=True)
+        os._exit(134)
+    if job["name"] == "hang":
+        time.sleep(60)
+    for i in range(4 if job["name"] == "slow" else 0):
+        time.sleep(0.5)
+        tell({{"at": i}})
+    return {{"status": "compiled"}}
+
+serve(handle)
 """
 
 
-def test_a_compiler_that_crashes_or_hangs_costs_its_own_row(tmp_path, monkeypatch):
-    worker = tmp_path / "worker.py"
-    worker.write_text(WORKER)
+@pytest.fixture
+def worker(tmp_path) -> Path:
+    path = tmp_path / "worker.py"
+    path.write_text(WORKER.format(scripts=str(ROOT / "scripts")))
+    return path
+
+
+def test_a_compiler_that_crashes_or_hangs_costs_its_own_row(worker, monkeypatch):
     monkeypatch.setattr(matrix_module, "STEP_SECONDS", 1)
     names = ["fine", "crash", "again", "hang", "last"]
     jobs = [Job(target, "step", name, {}) for target in ("h100", "v5e") for name in names]
@@ -337,6 +262,21 @@ def test_a_compiler_that_crashes_or_hangs_costs_its_own_row(tmp_path, monkeypatc
     ]  # fmt: skip
     assert rows[1]["reason"] == "LLVM ERROR: no such register" and "1 s" in rows[3]["reason"]
     assert sorted(row["id"] for row in seen) == sorted(row["id"] for row in rows)
+
+
+def test_a_child_that_cannot_start_says_why(tmp_path):
+    path = tmp_path / "worker.py"
+    path.write_text("import no_such_module")
+    with fed_child.FedChild([sys.executable, path], {}) as child:
+        answer = child.ask({}, 5)
+    assert answer["status"] == "crashed" and "no_such_module" in answer["reason"]
+
+
+def test_a_job_has_its_time_anew_with_every_sign_of_life(worker):
+    events = []
+    with fed_child.FedChild([sys.executable, worker], {}) as child:
+        assert child.ask({"name": "slow"}, 1.5, events.append) == {"status": "compiled"}
+    assert [event.get("at") for event in events] == [None, 0, 1, 2, 3]
 
 
 def test_a_job_survives_the_way_to_its_child():
@@ -356,6 +296,7 @@ def test_an_unknown_target_is_answered_with_the_known_ones():
 
 def test_a_kernel_compiles_for_a_chip_that_is_not_here(tmp_path):
     wheels = {"libtpu": "libtpu", "jax_plugins.xla_cuda12": "jax-cuda12-plugin"}
+    wheels |= {"triton": "triton", "jax_triton": "jax-triton"}
     missing = [wheel for module, wheel in wheels.items() if not _is_installed(module)]
     if missing:
         reason = f"{', '.join(missing)} not installed here: `make compile-check` runs this"

@@ -23,6 +23,7 @@ from jaxinfer.config import (
     load_preset,
     preset_names,
 )
+from jaxinfer.numerics import numerics_for
 from jaxinfer.options import ConfigError, merge, parse_overrides
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -55,7 +56,7 @@ BAD: dict[str, list[str]] = {
     "cache.memory_bytes": ["0", "1e9", "2GiB"],
     "cache.memory_fraction": ["-0.1", "1.01", "nan", "inf", "true", "half", "none"],
     "cache.prefix_cache": ["1", "yes", "none"],
-    "cache.dtype": ["int8", "auto", "1", "none"],
+    "cache.dtype": ["int4", "auto", "1", "none"],
     "scheduler.policy": ["fifo", "none", "[1, 2]"],
     "scheduler.max_tokens": ["0", "none", "many"],
     "scheduler.max_rows": ["0", "false"],
@@ -287,3 +288,8 @@ def test_a_file_of_your_own_is_checked_like_the_rest(tmp_path):
 def test_the_package_exports_what_a_user_of_configs_needs():
     for name in ("EngineConfig", "CacheConfig", "SchedulerConfig", "ConfigError", "load_config"):
         assert name in jaxinfer.__all__
+
+
+def test_a_backend_that_takes_some_steps_alone_is_refused_as_the_only_one():
+    with pytest.raises(ConfigError, match="'hopper', which takes steps with prefill chunks alone"):
+        numerics_for(EngineConfig(attention_backend="hopper"))

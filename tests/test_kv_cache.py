@@ -9,7 +9,8 @@ import running
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from jaxinfer import SamplingParams, kv_cache
-from jaxinfer.kernels.paged_attention.folding import fold_of, rows_and_lanes
+from jaxinfer.kernels.folding import fold_of, rows_and_lanes
+from jaxinfer.options import ConfigError
 
 
 @pytest.mark.parametrize("head_dim", [8, 16, 48, 64, 80, 96, 128, 192, 256])
@@ -49,3 +50,13 @@ def test_an_engine_over_folded_pages_yields_the_same_tokens(monkeypatch):
     folded, folded_shape = tokens()
     assert folded == plain
     assert plain_shape[2:] == (16, 8) and folded_shape[2:] == (1, 128)
+
+
+@pytest.mark.parametrize(("page_size", "dtype"), [(64, "int8"), (192, "float8_e4m3fn")])
+def test_quantized_pages_that_a_tpu_would_copy_are_refused(monkeypatch, page_size, dtype):
+    kv_cache.check_layout(page_size, jnp.dtype(dtype))
+    monkeypatch.setattr(kv_cache, "platform", lambda: "tpu")
+    kv_cache.check_layout(page_size, jnp.dtype("bfloat16"))
+    kv_cache.check_layout(256, jnp.dtype(dtype))
+    with pytest.raises(ConfigError, match=f"{dtype} and cache.page_size {page_size}.* 128"):
+        kv_cache.check_layout(page_size, jnp.dtype(dtype))

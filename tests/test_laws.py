@@ -60,7 +60,8 @@ def random_requests(seed: int) -> list[tuple[list[int], SamplingParams]]:
 def poison(engine) -> None:
     """NaN in every page: what nobody wrote must reach nobody."""
     state = engine.runner.state
-    pages = jax.tree.map(lambda a: jnp.full_like(a, jnp.nan), state.pages)
+    poison_of = lambda a: jnp.full_like(a, 99 if a.dtype == jnp.int8 else jnp.nan)
+    pages = jax.tree.map(poison_of, state.pages)
     engine.runner.state = state._replace(pages=pages)
 
 
@@ -136,6 +137,25 @@ def test_batch_invariant_mode_is_equal_bit_for_bit(mode):
     ]
     expected = run_alone(model, weights, requests, options)
     got, _ = run_staggered(model, weights, requests, {**MODES[mode], **options})
+    assert [r.logprobs for r in got] == [r.logprobs for r in expected]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("mode", ["overlap", "tiny_pool", "chunks_of_5"])
+def test_a_quantized_cache_keeps_the_law_bit_for_bit(mode, dtype):
+    """A token is quantized once, by itself: pages that are shared, recomputed or filled in other
+    chunks hold the same numbers."""
+    model, weights = running.tiny(VARIANT, Numerics(batch_invariant=True))
+    weights = poisoned_weights(model, weights)
+    cache = {**MODES[mode].get("cache", {}), "dtype": dtype}
+    options = {**MODES[mode], "batch_invariant": True, "cache": cache}
+    requests = [
+        (prompt, SamplingParams(temperature=p.temperature, seed=p.seed, logprobs=3, max_tokens=9))
+        for prompt, p in random_requests(3)
+    ]
+    expected = run_alone(model, weights, requests, {**options, "cache": {"dtype": dtype}})
+    got, engine = run_staggered(model, weights, requests, options)
+    assert {pages.k.dtype.name for pages in engine.runner.state.pages} == {dtype}
     assert [r.logprobs for r in got] == [r.logprobs for r in expected]
 
 

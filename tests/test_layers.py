@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.nn.layers import project
+from jaxinfer.nn.layers import Linear, Numerics, project
 from jaxinfer.nn.rope import Dynamic, Llama3, Rope, Unscaled
 
 DTYPES = ["float32", "bfloat16", "float16"]
@@ -27,10 +27,18 @@ def test_a_product_has_its_tokens_and_their_values(num_tokens, is_transposed, dt
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_heads_are_contracted_together(dtype):
-    x = jnp.ones((1, 3, 4), dtype)
-    weight = jnp.ones((3, 4, 2, 5), dtype)
-    assert np.array_equal(project(x, weight), np.full((1, 2, 5), 12))
+@pytest.mark.parametrize(("num_inputs", "matrix"), [(1, (3, 40)), (2, (12, 10))])
+def test_a_weight_is_the_matrix_of_its_product(num_inputs, matrix, dtype):
+    dims, axes = (3, 4, 2, 5), ("heads", "head_dim", "model", "ffn")
+    layer = Linear(dims, axes, Numerics(jnp.dtype(dtype)), num_inputs=num_inputs, has_bias=True)
+    inputs, outputs = dims[:num_inputs], dims[num_inputs:]
+    assert layer.weight[...].shape == matrix and layer.bias is not None
+    weight = np.random.default_rng(0).standard_normal(dims)
+    layer.weight[...] = jnp.asarray(weight.reshape(matrix), dtype)
+    layer.bias[...] = jnp.ones(outputs, dtype)
+    found = layer(jnp.ones((7, *inputs), dtype), accumulate=jnp.dtype("float32"))
+    expected = weight.sum(axis=tuple(range(num_inputs))) + 1
+    np.testing.assert_allclose(found, np.broadcast_to(expected, (7, *outputs)), 2e-2, 5e-2)
 
 
 @pytest.mark.parametrize(

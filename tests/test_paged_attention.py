@@ -8,17 +8,24 @@ from typing import Any
 
 import numpy as np
 import pytest
-from attention_cases import EMULATED, Case, Shape, check, make_case, program_of, run
+from attention_cases import (
+    EVERY_BACKEND,
+    Case,
+    Shape,
+    check,
+    make_case,
+    oracle,
+    program_of,
+    run,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxinfer.kernels.paged_attention import BACKENDS
-
 pytestmark = pytest.mark.conformance
 
-every_backend = pytest.mark.parametrize("backend", BACKENDS)
+every_backend = pytest.mark.parametrize("backend", EVERY_BACKEND)
 # Emulators are slow: what needs many programs or many runs has smaller tests beside their kernels.
-every_quick_backend = pytest.mark.parametrize("backend", [b for b in BACKENDS if b not in EMULATED])
+every_quick_backend = pytest.mark.parametrize("backend", ["reference", "xla"])
 
 # Decodes, chunks, an empty row in between, a whole prompt; lengths on both sides of pages.
 MIXED = [(1, 33), (1, 1), (7, 40), (0, 0), (1, 16), (20, 20), (1, 100), (3, 17)]
@@ -150,6 +157,25 @@ def test_chunks_longer_than_a_tile(backend):
 def test_narrow_types_lose_no_more_than_their_own_digits(backend, dtype, cache_dtype):
     shape = Shape(dtype=dtype, cache_dtype=cache_dtype)
     check(make_case(MIXED, shape), backend, **VARIANTS["all"])
+
+
+QUANTIZED = [("float32", "int8"), ("bfloat16", "int8"), ("float32", "float8_e4m3fn")]
+
+
+@every_backend
+@pytest.mark.parametrize(("dtype", "cache_dtype"), QUANTIZED)
+def test_quantized_pages_are_what_is_stored_times_its_scale(backend, dtype, cache_dtype):
+    """The oracle multiplies the same stored numbers, so that the kernel's own error shows."""
+    shape = Shape(dtype=dtype, cache_dtype=cache_dtype, page_size=32)
+    check(make_case(MIXED, shape), backend)
+    check(make_case(MIXED, shape), backend, **VARIANTS["all"])
+
+
+@pytest.mark.parametrize(("cache_dtype", "tolerance"), [("int8", 2e-2), ("float8_e4m3fn", 5e-2)])
+def test_quantized_pages_stay_close_to_what_they_were_made_from(cache_dtype, tolerance):
+    exact, stored = (make_case(MIXED, Shape(cache_dtype=d)) for d in ("float32", cache_dtype))
+    out, ref = oracle(stored, scale=0.25), oracle(exact, scale=0.25)
+    assert np.linalg.norm(out - ref) <= tolerance * np.linalg.norm(ref)
 
 
 @every_backend

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxinfer.kernels.dispatch import NoBackendError
-from jaxinfer.kernels.paged_attention import BACKENDS, api, paged_attention, write_pages, xla
+from jaxinfer.kernels.kv_pages import KVPages, write_pages
+from jaxinfer.kernels.paged_attention import BACKENDS, api, paged_attention, xla
 
 ROWS = [(1, 33), (7, 40), (0, 0), (20, 20)]
 
@@ -26,7 +27,7 @@ def walks(monkeypatch):
 
     def fori_loop(first, end, body, carry):
         noted.append((int(first), int(end)))
-        if not isinstance(carry, tuple):  # a loop over tiles; a walk over pages need not be run
+        if len(carry) == 2:  # a loop over tiles; a walk over pages, with three, need not be run
             for i in range(int(first), int(end)):
                 carry = body(i, carry)
         return carry
@@ -101,7 +102,10 @@ def test_write_pages_is_in_place_under_donation():
         assert memory.temp_size_in_bytes < pool_bytes / 100
 
 
-def _arrays(**changes):
+QUANTIZED = {name: jnp.zeros((6, 2, 4, 16), jnp.int8) for name in ("k_pages", "v_pages")}
+
+
+def _arrays(**changes) -> dict[str, Any]:
     """Well-formed arguments of the shape check, some of them replaced."""
     shapes = {
         "q": (8, 4, 16),
@@ -111,13 +115,29 @@ def _arrays(**changes):
         "kv_len": (3,),
         "page_table": (3, 5),
     }
-    return {name: jnp.zeros(shape) for name, shape in (shapes | changes).items()}
+    arrays = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+    for name, change in changes.items():
+        arrays[name] = jnp.zeros(change) if isinstance(change, tuple) else change
+    names = {"k": "k_pages", "v": "v_pages", "k_scales": "k_scales", "v_scales": "v_scales"}
+    pages = {field: arrays.pop(name) for field, name in names.items() if name in arrays}
+    return arrays | {"pages": KVPages(**pages)}
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"v_pages": (6, 2, 4, 8)}, r"k_pages \(6, 2, 4, 16\) and v_pages \(6, 2, 4, 8\) differ"),
+        (
+            {"v_pages": (6, 2, 4, 8)},
+            r"k, float32\(6, 2, 4, 16\), and of v, float32\(6, 2, 4, 8\), differ",
+        ),
+        ({"v_pages": jnp.zeros((6, 2, 4, 16), jnp.int8)}, r"k, float32\(.*\), and of v, int8\("),
+        ({"k_scales": (6, 2, 4)}, "pages of float32 have no use for k_scales"),
+        (QUANTIZED, "pages of int8 need k_scales"),
+        ({**QUANTIZED, "k_scales": (6, 2, 4)}, "pages of int8 need v_scales"),
+        (
+            {**QUANTIZED, "k_scales": (6, 2, 4), "v_scales": (6, 2, 5)},
+            r"v_scales has shape \(6, 2, 5\); of these pages it must be \(6, 2, 4\)",
+        ),
         ({"q": (8, 4, 32)}, "head dim of q is 32, of the pages 16"),
         ({"q": (8, 3, 16)}, "3 query heads are no multiple of 2 KV heads"),
         ({"q_start": (3,)}, "q_start has 2, kv_len 3, page_table 3"),

@@ -10,16 +10,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import EMULATED, Case, Shape, check, make_case, oracle, program_of, run
+from attention_cases import (
+    EMULATED,
+    EVERY_BACKEND,
+    Case,
+    Shape,
+    check,
+    make_case,
+    oracle,
+    program_of,
+    run,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as emulator
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxinfer.kernels.paged_attention import BACKENDS, tpu, write_pages
-from jaxinfer.kernels.paged_attention.folding import fold_of, unfold
+from jaxinfer.kernels import tuning
+from jaxinfer.kernels.folding import fold_of, unfold
+from jaxinfer.kernels.kv_pages import KVPages, write_pages
+from jaxinfer.kernels.paged_attention import tpu, tpu_tiling
 from jaxinfer.kernels.paged_attention.tpu import Tiling
 from jaxinfer.kernels.paged_attention.tpu_plan import Plan
+from jaxinfer.kernels.paged_attention.tpu_prepare import Rows, work_list
 
 pytestmark = pytest.mark.conformance
 
@@ -96,9 +109,8 @@ def test_cores_share_the_blocks(lengths, cores, shares):
     case = make_case([(1, n) for n in lengths])
     sizes = {"tile": 16, "num_items": 12, "pages_a_block": 1, "page_rows": 16, "fold": 1}
     plan: Any = Plan(**{name: sizes.get(name) for name in Plan._fields})  # type: ignore[arg-type]
-    _, first, steps = tpu._work_list(
-        plan, jnp.asarray(case.q_start), jnp.asarray(case.kv_len), cores
-    )
+    rows = Rows(*map(jnp.asarray, (case.q_start, case.kv_len, case.page_table)))
+    _, first, steps = work_list(plan, rows, cores)
     ends = [*np.asarray(first)[1:].tolist(), len(lengths)]
     assert (np.array(ends) - np.asarray(first)).tolist() == shares
     assert int(steps.sum()) == sum(-(-n // 16) for n in lengths)
@@ -138,13 +150,26 @@ def fold(case: Case) -> Case:
         rows = pages.reshape(P, K, B // copies, copies * H)
         return np.pad(rows, ((0, 0), (0, 0), (0, 0), (0, 128 - copies * H)))
 
-    return dataclasses.replace(case, k_pages=folded(case.k_pages), v_pages=folded(case.v_pages))
+    def of_parts(scales):
+        if scales is None:
+            return None
+        fold = fold_of(128, case.k_pages.shape[3])
+        parts = scales.reshape(*scales.shape[:2], -1, fold)
+        return np.moveaxis(parts, 3, 2).reshape(scales.shape)
+
+    return dataclasses.replace(
+        case,
+        k_pages=folded(case.k_pages),
+        v_pages=folded(case.v_pages),
+        k_scales=of_parts(case.k_scales),
+        v_scales=of_parts(case.v_scales),
+    )
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("head_dim", [64, 80])
-def test_folded_pages_give_what_plain_ones_give(backend, head_dim):
-    shape = Shape(head_dim=head_dim)
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
+@pytest.mark.parametrize(("head_dim", "cache_dtype"), [(64, "int8"), (80, "float32")])
+def test_folded_pages_give_what_plain_ones_give(backend, head_dim, cache_dtype):
+    shape = Shape(head_dim=head_dim, cache_dtype=cache_dtype)
     case = make_case(MIXED, shape)
     out = run(fold(case), backend, **VARIANT)[: case.num_real]
     ref = oracle(case, **VARIANT)[: case.num_real]
@@ -186,8 +211,9 @@ def test_writes_to_folded_pages_are_in_place_under_donation():
 def test_what_the_compiler_refuses_is_declined_with_the_reason(change, reason):
     case = make_case([(1, 5)], Shape(**change))
     variant = {"window": None, "soft_cap": None, "sinks": None, "alibi_slopes": None}
+    q, pages, *rows = case.arrays()
     with pytest.raises(NotImplementedError, match=reason):
-        tpu.paged_attention(*case.arrays(), scale=1.0, **variant)
+        tpu.paged_attention(q, pages.k, pages.v, *rows, scale=1.0, **variant)
 
 
 @pytest.mark.parametrize(
@@ -216,14 +242,50 @@ def test_the_heuristic_leaves_the_compiler_a_quarter_of_the_default_vmem(
     for dtype, T in ((jnp.bfloat16, 1), (jnp.bfloat16, 2048), (jnp.float32, 2048)):
         q = jax.ShapeDtypeStruct((T, num_heads, head_dim), dtype)
         pages = jax.ShapeDtypeStruct((9, num_kv_heads, rows, lanes), dtype)
-        tiling = tpu.heuristic(q, pages)
-        assert tpu.vmem_bytes(tiling, q, pages) <= 12 * 2**20, tiling
+        tiling = tpu_tiling.heuristic(q, pages)
+        assert tpu_tiling.vmem_bytes(tiling, q, pages) <= 12 * 2**20, tiling
 
 
 @pytest.mark.parametrize("device", ["TPU v4", "TPU v6 lite"])
 def test_pages_too_large_for_vmem_are_declined_with_their_size(monkeypatch, device):
-    monkeypatch.setattr(tpu, "device_kind", lambda: device)
+    monkeypatch.setattr(tpu_tiling, "device_kind", lambda: device)
     q = jax.ShapeDtypeStruct((16, 64, 128), jnp.float32)
     pages = jax.ShapeDtypeStruct((9, 64, 512, 128), jnp.float32)
     with pytest.raises(NotImplementedError, match=r"tiles of [0-9.]+ MiB; VMEM has room for"):
-        tpu._check_mosaic(tpu.heuristic(q, pages), q, pages)
+        tpu_tiling.check_mosaic(tpu_tiling.heuristic(q, pages), q, pages)
+
+
+def test_candidates_fit_the_chip_and_hold_the_heuristics_choice():
+    q = jax.ShapeDtypeStruct((512, 32, 128), jnp.bfloat16)
+    pages: Any = jax.ShapeDtypeStruct((9, 8, 64, 128), jnp.bfloat16)
+    found = tpu.candidates(q, KVPages(pages, pages), scale=1.0)
+    assert tpu_tiling.heuristic(q, pages) in found
+    assert len(set(found)) == len(found) < 100
+    for tiling in found:
+        tpu_tiling.check_mosaic(tiling, q, pages)
+
+
+def test_a_measured_tiling_is_taken(monkeypatch):
+    q = jax.ShapeDtypeStruct((512, 32, 64), jnp.bfloat16)
+    pages: Any = jax.ShapeDtypeStruct((9, 8, 32, 128), jnp.int8)
+    key = tpu.tiling_key(q, KVPages(pages, pages), None, scale=1.0)
+    assert key == "T=512 N=32 K=8 H=64 B=64 bfloat16 int8"
+    files = {"paged_attention/tpu": {key: {"pages_a_block": 2, "slots": 3}}}
+    monkeypatch.setattr(tuning, "load", lambda path: files)
+    tiling = tpu_tiling.tiling_of(q, pages)
+    expected = {"pages_a_block": 2, "slots": 3}
+    assert tiling == dataclasses.replace(tpu_tiling.heuristic(q, pages), **expected)
+
+
+@pytest.mark.parametrize(("device", "limit"), [("TPU v4", 15), ("TPU v5 lite", 16)])
+def test_a_chip_of_little_vmem_keeps_some_for_its_compiler(monkeypatch, device, limit):
+    monkeypatch.setattr(tpu_tiling, "device_kind", lambda: device)
+    assert tpu_tiling.vmem_limit(10 * 2**20) == limit * 2**20
+
+
+def test_rows_stored_together_are_those_of_a_tile(monkeypatch):
+    pages = jax.ShapeDtypeStruct((9, 8, 8, 128), jnp.bfloat16)
+    tpu_tiling.check_update(pages)
+    monkeypatch.setattr(tpu_tiling, "device_kind", lambda: "TPU7x")
+    with pytest.raises(NotImplementedError, match="a page has 8 rows; 16 are stored together"):
+        tpu_tiling.check_update(pages)

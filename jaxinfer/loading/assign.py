@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -17,6 +17,14 @@ from jaxinfer.models.functional import FunctionalModel, ParameterSpec, Weights
 from jaxinfer.nn.layers import Numerics
 
 NUM_THREADS = 2  # tensors in flight: what peak host memory holds besides the weights
+
+
+class Part(NamedTuple):
+    """A stored tensor, the dimensions it has in its parameter, and where in that it stands."""
+
+    tensor: StoredTensor
+    dims: tuple[int, ...]
+    target: Any  # an index of the parameter
 
 
 def functional_model(checkpoint: Checkpoint, numerics: Numerics) -> FunctionalModel:
@@ -61,20 +69,12 @@ def load_weights(
     table = family.gguf_weights if checkpoint.format == "gguf" else family.hf_weights
     sources = _match(checkpoint, model, table)
 
-    def load(spec: ParameterSpec, tensor: StoredTensor, transform: Transform) -> jax.Array:
-        values = np.asarray(transform.apply(tensor.read(spec.dtype), spec.shape))
-        buffer = _aligned_empty(spec.shape, spec.dtype)
-        # Summing finds NaN and infinity without a temporary of the tensor's size.
-        with np.errstate(over="ignore", invalid="ignore"):
-            np.copyto(buffer, values, casting="unsafe")
-            if not np.isfinite(buffer.sum(dtype=np.float64)):
-                bad = np.count_nonzero(~np.isfinite(buffer.astype(np.float32)))
-                raise CheckpointError(
-                    f"{checkpoint.path}: {tensor.name} holds {bad} values that are NaN or infinite "
-                    f"as {spec.dtype}: the file is damaged or was converted wrongly (fetch or "
-                    "convert it again), or the type is too narrow (try --set dtype=bfloat16)"
-                )
-        array = jax.device_put(buffer)
+    def load(spec: ParameterSpec, parts: list[Part], transform: Transform) -> jax.Array:
+        buffer = _aligned_empty(spec.dims, spec.dtype)
+        for tensor, dims, target in parts:
+            values = np.asarray(transform.apply(tensor.read(spec.dtype), dims))
+            _fill(buffer[target], values, f"{checkpoint.path}: {tensor.name}")
+        array = jax.device_put(buffer.reshape(spec.shape))
         on_progress(spec.nbytes)
         return array
 
@@ -85,6 +85,20 @@ def load_weights(
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+def _fill(buffer: np.ndarray, values: np.ndarray, name: str) -> None:
+    """Copy values in the buffer's type; refuse those that are not finite in it."""
+    # Summing finds NaN and infinity without a temporary of the tensor's size.
+    with np.errstate(over="ignore", invalid="ignore"):
+        np.copyto(buffer, values, casting="unsafe")
+        if not np.isfinite(buffer.sum(dtype=np.float64)):
+            bad = np.count_nonzero(~np.isfinite(buffer.astype(np.float32)))
+            raise CheckpointError(
+                f"{name} holds {bad} values that are NaN or infinite "
+                f"as {buffer.dtype}: the file is damaged or was converted wrongly (fetch or "
+                "convert it again), or the type is too narrow (try --set dtype=bfloat16)"
+            )
 
 
 def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -98,19 +112,23 @@ def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 def _match(
     checkpoint: Checkpoint, model: FunctionalModel, table: WeightTable
-) -> list[tuple[ParameterSpec, StoredTensor, Transform]]:
+) -> list[tuple[ParameterSpec, list[Part], Transform]]:
     problems, sources, used = [], [], set()
     for spec in model.parameters:
-        name, transform = table.lookup(spec.path)
-        used.add(name)
-        tensor = checkpoint.tensors.get(name)
-        if tensor is None:
-            problems.append(f"{name} is missing (for {spec.path}, {list(spec.shape)})")
-            continue
-        wanted = transform.stored_shape(spec.shape)
-        if tuple(tensor.shape) != tuple(wanted):
-            problems.append(f"{name} has shape {list(tensor.shape)}; expected {list(wanted)}")
-        sources.append((spec, tensor, transform))
+        stored, transform = table.lookup(spec.path)
+        is_whole = isinstance(stored, str)
+        dims, parts = spec.dims if is_whole else spec.dims[1:], []
+        for i, name in enumerate([stored] if is_whole else stored):
+            used.add(name)
+            tensor = checkpoint.tensors.get(name)
+            if tensor is None:
+                problems.append(f"{name} is missing (for {spec.path}, {list(dims)})")
+                continue
+            wanted = transform.stored_shape(dims)
+            if tuple(tensor.shape) != tuple(wanted):
+                problems.append(f"{name} has shape {list(tensor.shape)}; expected {list(wanted)}")
+            parts.append(Part(tensor, dims, ... if is_whole else i))
+        sources.append((spec, parts, transform))
     problems += [
         f"{name} {list(checkpoint.tensors[name].shape)} belongs to no parameter of "
         f"{model.family.name}"

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxinfer.kv_cache import LayerPages, RaggedBatch
+from jaxinfer.kernels.kv_pages import KVPages
+from jaxinfer.kv_cache import RaggedBatch
 from jaxinfer.nn.attention import Attention
 from jaxinfer.nn.layers import Embedding, GatedMLP, Linear, Numerics, RMSNorm, tokenwise
 from jaxinfer.nn.rope import Rope
@@ -86,28 +87,37 @@ class Block(nnx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "T D"],
+        update: Float[Array, "T D"],
+        residual: Float[Array, "T D"] | None,
         angles: tuple[Float[Array, "T half"], Float[Array, "T half"]],
         batch: RaggedBatch,
-        pages: LayerPages,
-    ) -> tuple[Float[Array, "T D"], LayerPages]:
-        q, k, v = tokenwise(self.numerics, self._before, x, *angles)
-        attended, pages = self.attention.attend(q, k, v, batch, pages)
-        return tokenwise(self.numerics, self._after, x, attended), pages
+        pages: KVPages,
+    ) -> tuple[Float[Array, "T D"], Float[Array, "T D"], KVPages]:
+        """`update`, what the block before computed, is added to the residual stream here, in one
+        pass with the norm; so is this block's own in the next one."""
+        streams = (update,) if residual is None else (update, residual)
+        q, k, v, total = tokenwise(self.numerics, self._before, *streams)
+        attended, pages = self.attention.attend(q, k, v, angles, batch, pages)
+        update, total = tokenwise(self.numerics, self._after, attended, total)
+        return update, total, pages
 
-    def _before(self, x, cos, sin):
-        return self.attention.project_in(self.attention_norm(x), cos, sin)
+    def _before(self, update, residual=None):
+        normed, residual = self.attention_norm.after(update, residual)
+        return *self.attention.project_in(normed), residual
 
-    def _after(self, x, attended):
-        x = x + self.attention.project_out(attended)
-        return x + self.mlp(self.mlp_norm(x))
+    def _after(self, attended, residual):
+        update = self.attention.project_out(attended)
+        normed, residual = self.mlp_norm.after(update, residual)
+        return self.mlp(normed), residual
 
 
 # Not a program of its own: jit remembers the trace by the block's structure, so 30 equal layers are
-# traced once (a step of SmolLM2: 1.1 s of Python without, 0.3 with) and inlined by XLA.
-@partial(jax.jit, static_argnames=("graph",))
-def _run_block(graph, weights, x, angles, batch, pages):
-    return nnx.merge(graph, weights)(x, angles, batch, pages)
+# traced once (a step of SmolLM2: 1.1 s of Python without, 0.5 with). Inlined here and not by XLA,
+# so that what all layers derive from the batch is computed once (Llama-3-8B compiled for a v5p: 42
+# launches a layer otherwise, 21 so).
+@partial(jax.jit, static_argnames=("graph",), inline=True)
+def _run_block(graph, weights, update, residual, angles, batch, pages):
+    return nnx.merge(graph, weights)(update, residual, angles, batch, pages)
 
 
 class Decoder(nnx.Module):
@@ -119,22 +129,24 @@ class Decoder(nnx.Module):
         self.embed = Embedding(config.vocab_size, config.model_dim, numerics)
         self.blocks = nnx.List([Block(config, numerics) for _ in range(config.num_layers)])
         self.norm = RMSNorm(config.model_dim, config.norm_eps, numerics)
-        shape, axes = (config.model_dim, config.vocab_size), ("model", "vocab")
-        self.head = None if config.is_tied else Linear(shape, axes, numerics)
+        dims, axes = (config.model_dim, config.vocab_size), ("model", "vocab")
+        self.head = None if config.is_tied else Linear(dims, axes, numerics)
 
     def __call__(
-        self, token_ids: Int[Array, " T"], batch: RaggedBatch, pages: Sequence[LayerPages]
-    ) -> tuple[Float[Array, "T D"], tuple[LayerPages, ...]]:
+        self, token_ids: Int[Array, " T"], batch: RaggedBatch, pages: Sequence[KVPages]
+    ) -> tuple[Float[Array, "T D"], tuple[KVPages, ...]]:
         """Hidden states of every token; pages with the new keys and values."""
-        x = self.embed(token_ids)
+        update, residual = self.embed(token_ids), None
         angles = tokenwise(self.numerics, self.config.rope.angles, batch.positions, batch.rope_len)
         new_pages = []
         for i, (block, layer_pages) in enumerate(zip(self.blocks, pages, strict=True)):
             with jax.named_scope(f"block_{i}"):
                 graph, weights = nnx.split(block)
-                x, layer_pages = _run_block(graph, weights, x, angles, batch, layer_pages)
+                update, residual, layer_pages = _run_block(
+                    graph, weights, update, residual, angles, batch, layer_pages
+                )
             new_pages.append(layer_pages)
-        return x, tuple(new_pages)
+        return (update if residual is None else residual + update), tuple(new_pages)
 
     def logits(self, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
         """Next-token logits, float32, of hidden states that `__call__` returned."""

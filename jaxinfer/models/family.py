@@ -58,10 +58,13 @@ BIAS_PAIRED = Transform(
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """One row of a weight table: parameter path (regex), stored name (template), transform."""
+    """One row of a weight table: parameter path (regex), stored name (template), transform.
+
+    Of several stored names, each is one item of the parameter's first dimension.
+    """
 
     path: str
-    stored: str
+    stored: str | tuple[str, ...]
     transform: Transform = AS_STORED
 
 
@@ -72,11 +75,13 @@ class WeightTable:
     weights: tuple[Weight, ...]
     ignored: tuple[str, ...] = ()
 
-    def lookup(self, path: str) -> tuple[str, Transform]:
-        """The stored name and transform of the parameter at `path`; `KeyError` without one."""
+    def lookup(self, path: str) -> tuple[str | tuple[str, ...], Transform]:
+        """The stored names and transform of the parameter at `path`; `KeyError` without any."""
         for weight in self.weights:
             if match := re.fullmatch(weight.path, path):
-                return match.expand(weight.stored), weight.transform
+                if isinstance(weight.stored, str):
+                    return match.expand(weight.stored), weight.transform
+                return tuple(map(match.expand, weight.stored)), weight.transform
         raise KeyError(path)
 
     def is_ignored(self, stored: str) -> bool:

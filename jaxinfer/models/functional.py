@@ -23,11 +23,13 @@ Weights = tuple[jax.Array, ...]
 
 @dataclasses.dataclass(frozen=True)
 class ParameterSpec:
-    """One parameter: its path in the module, shape, type and logical axes."""
+    """One parameter: its path in the module, the shape and type of its array, and what the array
+    means: `dims` with a logical axis each, in the same order in memory."""
 
     path: str
     shape: tuple[int, ...]
     dtype: Any
+    dims: tuple[int, ...]
     axes: tuple[str, ...]
 
     @property
@@ -48,7 +50,13 @@ class FunctionalModel:
             state, is_leaf=lambda x: isinstance(x, nnx.Variable)
         )
         self.parameters = tuple(
-            ParameterSpec(_dotted(path), leaf.shape, leaf.dtype, leaf.get_metadata()["axes"])
+            ParameterSpec(
+                _dotted(path),
+                leaf.shape,
+                leaf.dtype,
+                leaf.get_metadata()["dims"],
+                leaf.get_metadata()["axes"],
+            )
             for path, leaf in paths_and_leaves
         )
         self._variables = [leaf for _, leaf in paths_and_leaves]

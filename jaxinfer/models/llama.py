@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from jaxinfer.kernels.gated_mlp.activations import ACTIVATIONS
 from jaxinfer.models.decoder import Decoder, DecoderConfig
 from jaxinfer.models.family import (
     BIAS_PAIRED,
@@ -17,7 +18,6 @@ from jaxinfer.models.family import (
     WeightTable,
 )
 from jaxinfer.models.rope_config import rope_from_gguf, rope_from_hf
-from jaxinfer.nn.layers import ACTIVATIONS
 
 HF_WEIGHTS = WeightTable(
     (
@@ -45,11 +45,18 @@ HF_WEIGHTS = WeightTable(
         ),
         Weight(r"blocks\.(\d+)\.attention\.o\.bias", r"model.layers.\1.self_attn.o_proj.bias"),
         Weight(
-            r"blocks\.(\d+)\.mlp\.(gate|up|down)\.weight",
-            r"model.layers.\1.mlp.\2_proj.weight",
+            r"blocks\.(\d+)\.mlp\.gate_up",
+            (r"model.layers.\1.mlp.gate_proj.weight", r"model.layers.\1.mlp.up_proj.weight"),
             LINEAR,
         ),
-        Weight(r"blocks\.(\d+)\.mlp\.(gate|up|down)\.bias", r"model.layers.\1.mlp.\2_proj.bias"),
+        Weight(
+            r"blocks\.(\d+)\.mlp\.gate_up_bias",
+            (r"model.layers.\1.mlp.gate_proj.bias", r"model.layers.\1.mlp.up_proj.bias"),
+        ),
+        Weight(
+            r"blocks\.(\d+)\.mlp\.down\.weight", r"model.layers.\1.mlp.down_proj.weight", LINEAR
+        ),
+        Weight(r"blocks\.(\d+)\.mlp\.down\.bias", r"model.layers.\1.mlp.down_proj.bias"),
     ),
     # Old checkpoints carry the frequencies, tied ones sometimes the head; both are derived here.
     ignored=(r".*rotary_emb\.inv_freq", r"lm_head\.weight"),
@@ -72,8 +79,16 @@ GGUF_WEIGHTS = WeightTable(
             r"blocks\.(\d+)\.attention\.o\.weight", r"blk.\1.attn_output.weight", LINEAR_FROM_HEADS
         ),
         Weight(r"blocks\.(\d+)\.attention\.o\.bias", r"blk.\1.attn_output.bias"),
-        Weight(r"blocks\.(\d+)\.mlp\.(gate|up|down)\.weight", r"blk.\1.ffn_\2.weight", LINEAR),
-        Weight(r"blocks\.(\d+)\.mlp\.(gate|up|down)\.bias", r"blk.\1.ffn_\2.bias"),
+        Weight(
+            r"blocks\.(\d+)\.mlp\.gate_up",
+            (r"blk.\1.ffn_gate.weight", r"blk.\1.ffn_up.weight"),
+            LINEAR,
+        ),
+        Weight(
+            r"blocks\.(\d+)\.mlp\.gate_up_bias", (r"blk.\1.ffn_gate.bias", r"blk.\1.ffn_up.bias")
+        ),
+        Weight(r"blocks\.(\d+)\.mlp\.down\.weight", r"blk.\1.ffn_down.weight", LINEAR),
+        Weight(r"blocks\.(\d+)\.mlp\.down\.bias", r"blk.\1.ffn_down.bias"),
     ),
     ignored=(r"rope_freqs\.weight",),
 )

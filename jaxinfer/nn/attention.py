@@ -5,10 +5,10 @@ from __future__ import annotations
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxinfer.kernels.paged_attention import paged_attention
-from jaxinfer.kv_cache import LayerPages, RaggedBatch
+from jaxinfer.kernels.kv_pages import KVPages
+from jaxinfer.kernels.paged_attention.update import Rotary, update_and_attend
+from jaxinfer.kv_cache import RaggedBatch
 from jaxinfer.nn.layers import Linear, Numerics
-from jaxinfer.nn.rope import rotate
 
 
 class Attention(nnx.Module):
@@ -29,43 +29,44 @@ class Attention(nnx.Module):
         self.numerics = numerics
         self.scale = head_dim**-0.5
         D, N, K, H = dim, num_heads, num_kv_heads, head_dim
-        bias = (1, 2) if qkv_bias else ()
         q_axes, kv_axes = ("model", "heads", "head_dim"), ("model", "kv_heads", "head_dim")
-        self.q = Linear((D, N, H), q_axes, numerics, bias_dims=bias)
-        self.k = Linear((D, K, H), kv_axes, numerics, bias_dims=bias)
-        self.v = Linear((D, K, H), kv_axes, numerics, bias_dims=bias)
+        self.q = Linear((D, N, H), q_axes, numerics, has_bias=qkv_bias)
+        self.k = Linear((D, K, H), kv_axes, numerics, has_bias=qkv_bias)
+        self.v = Linear((D, K, H), kv_axes, numerics, has_bias=qkv_bias)
         out_axes = ("heads", "head_dim", "model")
-        out_bias_dims = (2,) if out_bias else ()
-        self.o = Linear((N, H, D), out_axes, numerics, bias_dims=out_bias_dims)
+        self.o = Linear((N, H, D), out_axes, numerics, num_inputs=2, has_bias=out_bias)
 
     def project_in(
-        self, x: Float[Array, "T D"], cos: Float[Array, "T half"], sin: Float[Array, "T half"]
+        self, x: Float[Array, "T D"]
     ) -> tuple[Float[Array, "T N H"], Float[Array, "T K H"], Float[Array, "T K H"]]:
-        """Queries, keys and values; the first two turned to their positions."""
-        return rotate(self.q(x), cos, sin), rotate(self.k(x), cos, sin), self.v(x)
+        """Queries, keys and values, not yet turned to their positions."""
+        return self.q(x), self.k(x), self.v(x)
 
     def attend(
         self,
         q: Float[Array, "T N H"],
         k: Float[Array, "T K H"],
         v: Float[Array, "T K H"],
+        angles: Rotary,
         batch: RaggedBatch,
-        pages: LayerPages,
-    ) -> tuple[Float[Array, "T N H"], LayerPages]:
-        """Store keys and values in their pages, then attend over each row's pages."""
-        pages = pages.write(k, v, batch)
-        out = paged_attention(
+        pages: KVPages,
+    ) -> tuple[Float[Array, "T N H"], KVPages]:
+        """Turn to positions, store keys and values in their pages, attend over each row's pages."""
+        return update_and_attend(
             q,
-            pages.k,
-            pages.v,
+            k,
+            v,
+            pages,
             batch.q_start,
             batch.kv_len,
             batch.page_table,
+            batch.write_page,
+            batch.write_cell,
+            rotary=angles,
             scale=self.scale,
             batch_invariant=self.numerics.batch_invariant,
             backend=self.numerics.attention_backend,
         )
-        return out, pages
 
     def project_out(self, out: Float[Array, "T N H"]) -> Float[Array, "T D"]:
         return self.o(out)

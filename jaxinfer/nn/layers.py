@@ -1,7 +1,9 @@
 """Layers: parameters, products, norms. None knows a platform, a phase or a training switch.
 
-A parameter states its logical axes once (`parameter(shape, axes)`); sharding, loading and
-quantization derive from that. Weights are stored input dimension first, `[D, F]` for `x @ w`.
+A parameter states its dimensions and their logical axes once (`parameter(dims, axes)`); sharding,
+loading and quantization derive from that. A weight is stored as the matrix of its product, inputs
+first: `[D, F]` for `x @ w`, `[D, N * H]` where the output is N heads. As [D, N, H] it would lie in
+other tiles on a TPU, and be copied into that matrix at every step.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jaxinfer.kernels.add_norm import add_rms_norm
 from jaxinfer.kernels.dispatch import platform
+from jaxinfer.kernels.gated_mlp import gated_mlp
 from jaxinfer.kernels.paged_attention.api import INVARIANT_TILE
 
 FLOAT32 = np.dtype(np.float32)
@@ -34,10 +38,22 @@ class Numerics:
     attention_backend: str | None = None
 
 
-def parameter(shape: tuple[int, ...], axes: tuple[str, ...], numerics: Numerics) -> nnx.Param:
-    """A parameter of zeros: models are built abstractly and filled by the loader."""
-    assert len(shape) == len(axes), (shape, axes)
-    return nnx.Param(jnp.zeros(shape, numerics.dtype), axes=axes)
+def parameter(
+    dims: tuple[int, ...],
+    axes: tuple[str, ...],
+    numerics: Numerics,
+    *,
+    num_inputs: int | None = None,
+) -> nnx.Param:
+    """A parameter of zeros: models are built abstractly and filled by the loader.
+
+    With `num_inputs` it is stored as a matrix, the first so many of its `dims` by the others.
+    """
+    assert len(dims) == len(axes), (dims, axes)
+    shape = dims
+    if num_inputs is not None:
+        shape = (math.prod(dims[:num_inputs]), math.prod(dims[num_inputs:]))
+    return nnx.Param(jnp.zeros(shape, numerics.dtype), axes=axes, dims=dims)
 
 
 def tokenwise(numerics: Numerics, function: Callable[..., Any], *arrays: jax.Array) -> Any:
@@ -58,19 +74,15 @@ def tokenwise(numerics: Numerics, function: Callable[..., Any], *arrays: jax.Arr
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:T], tiles)
 
 
-def project(x: jax.Array, weight: jax.Array, *, is_transposed=False, accumulate=None) -> jax.Array:
-    """`x [T, *in] @ weight [*in, *out] -> [T, *out]`: the one product of the models.
+def project(
+    x: Float[Array, "T inputs"], weight: jax.Array, *, is_transposed=False, accumulate=None
+) -> Float[Array, "T outputs"]:
+    """`x @ weight`, [inputs, outputs]: the one product of the models.
 
-    With `is_transposed` the weight is [out, in]. The result has x's dtype, or `accumulate`.
+    With `is_transposed` the weight is [outputs, inputs]. The result has x's dtype, or `accumulate`.
     """
-    in_dims, out_shape = x.ndim - 1, weight.shape[x.ndim - 1 :]
-    if is_transposed:
-        in_dims, out_shape = 1, weight.shape[:1]
-    else:
-        # One contracted axis: of two, XLA on CPU transposes the weight anew at every step.
-        weight = weight.reshape(math.prod(weight.shape[:in_dims]), -1)
     contracted = ((1,), (1 if is_transposed else 0,))
-    T, x = x.shape[0], x.reshape(x.shape[0], -1)
+    T = x.shape[0]
     if T == 1 and x.dtype != jnp.float32 and platform() == "cpu":
         # One row of bfloat16 is no matrix to XLA on CPU, and takes a path 20 times as slow.
         x = jnp.pad(x, ((0, 1), (0, 0)))
@@ -80,28 +92,30 @@ def project(x: jax.Array, weight: jax.Array, *, is_transposed=False, accumulate=
         (contracted, ((), ())),
         preferred_element_type=accumulate or x.dtype,
     )
-    return product[:T].reshape(-1, *out_shape)
+    return product[:T]
 
 
 class Linear(nnx.Module):
-    """`project(x, weight) + bias`; the weight's shape is its input axes, then its output axes."""
+    """`x @ weight + bias`, `x [T, *inputs]` to `[T, *outputs]`; `dims` are inputs, then outputs."""
 
     def __init__(
         self,
-        shape: tuple[int, ...],
+        dims: tuple[int, ...],
         axes: tuple[str, ...],
         numerics: Numerics,
         *,
-        bias_dims: tuple[int, ...] = (),
+        num_inputs: int = 1,
+        has_bias: bool = False,
     ):
-        """`bias_dims` names the weight's axes that the bias has; empty: no bias."""
-        self.weight = parameter(shape, axes, numerics)
-        bias_shape = tuple(shape[i] for i in bias_dims)
-        bias_axes = tuple(axes[i] for i in bias_dims)
-        self.bias = parameter(bias_shape, bias_axes, numerics) if bias_dims else None
+        self.outputs = dims[num_inputs:]
+        self.weight = parameter(dims, axes, numerics, num_inputs=num_inputs)
+        bias = (dims[num_inputs:], axes[num_inputs:])
+        self.bias = parameter(*bias, numerics) if has_bias else None
 
     def __call__(self, x: jax.Array, *, accumulate=None) -> jax.Array:
-        out = project(x, self.weight[...], accumulate=accumulate)
+        T = x.shape[0]
+        out = project(x.reshape(T, -1), self.weight[...], accumulate=accumulate)
+        out = out.reshape(T, *self.outputs)
         return out if self.bias is None else out + self.bias[...]
 
 
@@ -113,9 +127,15 @@ class RMSNorm(nnx.Module):
         self.weight = parameter((dim,), ("model",), numerics)
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        wide = x.astype(jnp.float32)
-        scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return (wide * scale).astype(x.dtype) * self.weight[...]
+        return self.after(x, None)[0]
+
+    def after(
+        self, update: Float[Array, "T D"], residual: Float[Array, "T D"] | None
+    ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
+        """The norm of `residual + update`, and that sum, which is the residual stream's next."""
+        normed: Any
+        normed, total = add_rms_norm(update, residual, self.weight[...], eps=self.eps)
+        return normed, total
 
 
 class Embedding(nnx.Module):
@@ -136,19 +156,11 @@ class GatedMLP(nnx.Module):
 
     def __init__(self, dim: int, ffn_dim: int, activation: str, numerics: Numerics, *, bias: bool):
         self.activation = activation
-        up_axes, down_axes = ("model", "ffn"), ("ffn", "model")
-        bias_dims = (1,) if bias else ()
-        self.gate = Linear((dim, ffn_dim), up_axes, numerics, bias_dims=bias_dims)
-        self.up = Linear((dim, ffn_dim), up_axes, numerics, bias_dims=bias_dims)
-        self.down = Linear((ffn_dim, dim), down_axes, numerics, bias_dims=bias_dims)
+        D, F = dim, ffn_dim
+        self.gate_up = parameter((2, D, F), ("half", "model", "ffn"), numerics)
+        self.gate_up_bias = parameter((2, F), ("half", "ffn"), numerics) if bias else None
+        self.down = Linear((F, D), ("ffn", "model"), numerics, has_bias=bias)
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        return self.down(ACTIVATIONS[self.activation](self.gate(x)) * self.up(x))
-
-
-ACTIVATIONS = {
-    "silu": jax.nn.silu,
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
-    "gelu_pytorch_tanh": lambda x: jax.nn.gelu(x, approximate=True),
-    "relu": jax.nn.relu,
-}
+        bias = None if self.gate_up_bias is None else self.gate_up_bias[...]
+        return self.down(gated_mlp(x, self.gate_up[...], activation=self.activation, bias=bias))

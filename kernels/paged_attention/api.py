@@ -12,29 +12,41 @@ For a query at position p of row r and head n (KV head n // G), over positions s
     z[s]  = soft_cap * tanh(z[s] / soft_cap)  if soft_cap            (Gemma 2, arXiv:2408.00118)
     z[s] += alibi_slopes[n] * (s - p)         if alibi_slopes        (ALiBi, arXiv:2108.12409)
     z[s]  = -inf  unless  s <= p  and  s > p - window                (causal, sliding window)
-    out   = sum_s exp(z[s]) v[s] / (sum_s exp(z[s]) + exp(sinks[n])) (gpt-oss; without sinks: 0)
+    total = sum_s exp(z[s]) + exp(sinks[n])                          (gpt-oss; without sinks: 0)
+    out   = sum_s exp(z[s]) v[s] / total
+    lse   = log(total)
 
-Pages are [P, K, B, H] (rows = B, lanes = H) or folded, [P, K, B / f, L] with L a multiple of 128,
-which suits a TPU where H is not one (`folding.py`).
+With lse, results over disjoint parts of a row's keys are merged (arXiv:2310.01889).
+
+Pages (`kernels/kv_pages.py`) are [P, K, B, H] (rows = B, lanes = H) or folded, [P, K, B / f, L]
+with L a multiple of 128, which suits a TPU where H is not one (`kernels/folding.py`). Of quantized
+ones, k and v are what is stored times the token's and head's scale.
 
 Cells past `kv_len` and pages that no row owns may hold anything, NaN included; they never reach the
-output. A token of no row (padding past `q_start[R]`) gets zeros.
+output. A token of no row (padding past `q_start[R]`) gets zeros, and an lse of -inf.
 """
 
 from __future__ import annotations
+
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.kernels.dispatch import dispatch
-from jaxinfer.kernels.paged_attention import reference, tpu, xla
-from jaxinfer.kernels.paged_attention.folding import fold_of, unfolding, write_folded
+from jaxinfer.kernels.folding import fold_of, unfolding
+from jaxinfer.kernels.kv_pages import KVPages, is_quantized
+from jaxinfer.kernels.paged_attention import gpu, hopper, reference, tpu, xla
 
+# Each takes the parts of `pages` and every option, and returns (out, lse or None).
 BACKENDS = {
     "reference": unfolding(reference.paged_attention),
     "xla": unfolding(xla.paged_attention),
     "tpu": tpu.paged_attention,
+    "gpu": unfolding(gpu.paged_attention),
+    "hopper": unfolding(hopper.paged_attention),
 }
 
 INVARIANT_TILE = 16  # tokens computed together in batch-invariant mode
@@ -42,8 +54,7 @@ INVARIANT_TILE = 16  # tokens computed together in batch-invariant mode
 
 def paged_attention(
     q: Float[Array, "T N H"],
-    k_pages: Float[Array, "P K rows lanes"],
-    v_pages: Float[Array, "P K rows lanes"],
+    pages: KVPages,
     q_start: Int[Array, " R1"],
     kv_len: Int[Array, " R"],
     page_table: Int[Array, "R W"],
@@ -53,55 +64,51 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
     alibi_slopes: Float[Array, " N"] | None = None,
+    return_lse: bool = False,
     batch_invariant: bool = False,
     backend: str | None = None,
-) -> Float[Array, "T N H"]:
+) -> Float[Array, "T N H"] | tuple[Float[Array, "T N H"], Float[Array, "T N"]]:
     """Attend from every query to its row's cached tokens; formula and layout in the module's text.
 
-    Products and sums are float32, the result has q's dtype. With `batch_invariant` a token's
-    arithmetic is the same whatever chunk or batch it arrives in, bit for bit, at the price of
-    working token by token. Raises `ValueError` for shapes that do not fit together.
+    Products and sums are float32, the result has q's dtype; with `return_lse` lse follows it, in
+    float32. With `batch_invariant` a token's arithmetic is the same whatever chunk or batch it
+    arrives in, bit for bit, at the price of working token by token. Raises `ValueError` for shapes
+    that do not fit together.
     """
-    _check_shapes(q, k_pages, v_pages, q_start, kv_len, page_table)
-    _check_variant(q.shape[1], window, soft_cap, sinks, alibi_slopes)
+    variant = {
+        "scale": scale,
+        "window": window,
+        "soft_cap": soft_cap,
+        "sinks": sinks,
+        "alibi_slopes": alibi_slopes,
+    }
+    check_call(q, pages, q_start, kv_len, page_table, variant)
+    backends = BACKENDS
+    if batch_invariant:  # where a row is cut among programs would depend on the other rows
+        backends = BACKENDS | {"gpu": partial(BACKENDS["gpu"], batch_invariant=True)}
 
     def attend(q, q_start, kv_len, page_table):
         return dispatch(
             "paged_attention",
-            BACKENDS,
+            backends,
             backend,
             q,
-            k_pages,
-            v_pages,
+            pages.k,
+            pages.v,
             q_start,
             kv_len,
             page_table,
-            scale=scale,
-            window=window,
-            soft_cap=soft_cap,
-            sinks=sinks,
-            alibi_slopes=alibi_slopes,
+            k_scales=pages.k_scales,
+            v_scales=pages.v_scales,
+            return_lse=return_lse,
+            **variant,
         )
 
     if batch_invariant:
-        return _token_by_token(attend, q, q_start, kv_len, page_table)
-    return attend(q, q_start, kv_len, page_table)
-
-
-def write_pages(
-    pages: Float[Array, "P K rows lanes"],
-    new: Float[Array, "T K H"],
-    page: Int[Array, " T"],
-    cell: Int[Array, " T"],
-) -> Float[Array, "P K rows lanes"]:
-    """Put `new[t]` into `cell[t]` of `page[t]`; a token whose page is P or more is dropped.
-
-    In place when the caller's jit donates `pages`: the cost follows T, not the pool. Of folded
-    pages, tokens of one page must lie one behind another in `new`, as a row's tokens do.
-    """
-    if pages.shape[3] != new.shape[2]:
-        return write_folded(pages, new, page, cell)
-    return pages.at[page, :, cell].set(new.astype(pages.dtype), mode="drop")
+        out, lse = _token_by_token(attend, q, q_start, kv_len, page_table)
+    else:
+        out, lse = attend(q, q_start, kv_len, page_table)
+    return (out, lse) if return_lse else out
 
 
 def token_rows(T: int, q_start: Int[Array, " R1"]) -> Int[Array, " T"]:
@@ -112,7 +119,7 @@ def token_rows(T: int, q_start: Int[Array, " R1"]) -> Int[Array, " T"]:
 
 
 def _token_by_token(attend, q, q_start, kv_len, page_table):
-    """`attend` with a row for each token, always `INVARIANT_TILE` of them at a time: [T, N, H].
+    """`attend` with a row for each token, always `INVARIANT_TILE` of them at a time.
 
     Rows of their own take a token's neighbours out of its sums; one size for every tile does the
     same for its code, since a compiler orders the sums of other sizes otherwise (XLA on CPU does).
@@ -133,19 +140,35 @@ def _token_by_token(attend, q, q_start, kv_len, page_table):
         starts = jnp.minimum(jnp.arange(M + 1, dtype=q_start.dtype), num_real)
         return attend(tile_q, starts, tile_ends, tile_table)
 
-    out = jax.lax.map(
+    parts = jax.lax.map(
         of_tile, (tiles(q), tiles(jnp.where(is_real, ends, 0)), tiles(page_table[row]))
     )
-    return out.reshape(-1, *q.shape[1:])[:T]
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:T], parts)
 
 
-def _check_shapes(q, k_pages, v_pages, q_start, kv_len, page_table) -> None:
-    if k_pages.shape != v_pages.shape:
-        raise ValueError(f"k_pages {k_pages.shape} and v_pages {v_pages.shape} differ in shape")
-    if not fold_of(k_pages.shape[3], q.shape[2]):
-        raise ValueError(f"head dim of q is {q.shape[2]}, of the pages {k_pages.shape[3]}")
-    if q.shape[1] % k_pages.shape[1]:
-        raise ValueError(f"{q.shape[1]} query heads are no multiple of {k_pages.shape[1]} KV heads")
+def check_call(q, pages: KVPages, q_start, kv_len, page_table, variant: dict[str, Any]) -> None:
+    """Raises `ValueError` for shapes that do not fit together and options out of range."""
+    _check_shapes(q, pages, q_start, kv_len, page_table)
+    of_score = {name: value for name, value in variant.items() if name != "scale"}
+    _check_variant(q.shape[1], **of_score)
+
+
+def _check_shapes(q, pages: KVPages, q_start, kv_len, page_table) -> None:
+    k, v = pages.k, pages.v
+    if k.shape != v.shape or k.dtype != v.dtype:
+        raise ValueError(f"pages of k, {k.dtype}{k.shape}, and of v, {v.dtype}{v.shape}, differ")
+    fold = fold_of(k.shape[3], q.shape[2])
+    if not fold:
+        raise ValueError(f"head dim of q is {q.shape[2]}, of the pages {k.shape[3]}")
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(f"{q.shape[1]} query heads are no multiple of {k.shape[1]} KV heads")
+    cells = (*k.shape[:2], k.shape[2] * fold)
+    for name, scales in (("k_scales", pages.k_scales), ("v_scales", pages.v_scales)):
+        if is_quantized(k.dtype) != (scales is not None):
+            asked = f"need {name}" if scales is None else f"have no use for {name}"
+            raise ValueError(f"pages of {k.dtype} {asked}")
+        if scales is not None and scales.shape != cells:
+            raise ValueError(f"{name} has shape {scales.shape}; of these pages it must be {cells}")
     if not q_start.shape[0] - 1 == kv_len.shape[0] == page_table.shape[0]:
         raise ValueError(
             f"rows differ: q_start has {q_start.shape[0] - 1}, kv_len {kv_len.shape[0]}, "

@@ -9,6 +9,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jaxinfer.kernels.kv_pages import dequantized
+
 
 def paged_attention(
     q,  # [T, N, H]
@@ -23,6 +25,9 @@ def paged_attention(
     soft_cap,
     sinks,  # [N] or None
     alibi_slopes,  # [N] or None
+    k_scales=None,  # [P, K, B] or None
+    v_scales=None,  # [P, K, B] or None
+    return_lse=False,
 ):
     wide = jnp.float64 if jax.config.jax_enable_x64 else jnp.float32  # type: ignore[attr-defined]
     T, N, H = q.shape
@@ -43,8 +48,8 @@ def paged_attention(
     is_seen = (s <= position[:, None]) & is_real[:, None]
     if window is not None:
         is_seen &= s > position[:, None] - window
-    k = jnp.where(is_seen[..., None, None], cells(k_pages), 0)
-    v = jnp.where(is_seen[..., None, None], cells(v_pages), 0)
+    k = jnp.where(is_seen[..., None, None], cells(dequantized(k_pages, k_scales)), 0)
+    v = jnp.where(is_seen[..., None, None], cells(dequantized(v_pages, v_scales)), 0)
 
     z = jnp.einsum("tkgh,tskh->tkgs", q.astype(wide).reshape(T, K, G, H), k).reshape(T, N, -1)
     z = z * scale
@@ -63,4 +68,6 @@ def paged_attention(
         total = total + jnp.exp(sinks.astype(wide)[None, :, None] - top)
     weight = weight / jnp.where(total == 0, 1, total)
     out = jnp.einsum("tkgs,tskh->tkgh", weight.reshape(T, K, G, -1), v)
-    return out.reshape(T, N, H).astype(q.dtype)
+    lse = (top + jnp.log(total))[..., 0].astype(jnp.float32)
+    lse = jnp.where(is_real[:, None], lse, -jnp.inf)
+    return out.reshape(T, N, H).astype(q.dtype), lse if return_lse else None

@@ -29,7 +29,6 @@ from jaxinfer.kernels.paged_attention.tpu_plan import (
     BLOCK,
     END_BLOCK,
     IDS,
-    NUM_FIELDS,
     ROW,
     TOKEN_RUN,
     Item,
@@ -46,14 +45,22 @@ from jaxinfer.kernels.paged_attention.tpu_softmax import (
     rows_of,
     store_result,
 )
+from jaxinfer.kernels.paged_attention.tpu_update import (
+    end_of_old_pages,
+    merge_edge,
+    new_copies,
+    start_groups,
+    wait_edge,
+    wait_groups,
+)
 
 
-def kernel(plan: Plan, variant: tuple[bool, bool], *refs) -> None:
-    """Entry point: `refs` as in `Refs`, without those that `variant` (sinks, slopes) lacks."""
+def kernel(plan: Plan, *refs) -> None:
+    """Entry point: `refs` as in `Refs`, without those that the plan lacks."""
     present = iter(refs)
-    has_sinks, has_slopes = variant
-    has = {"sinks": has_sinks, "slopes": has_slopes, "row_slopes": has_slopes}
-    r = Refs(*(next(present) if has.get(name, True) else None for name in Refs._fields))
+    r = Refs(*(None if name in plan.absent else next(present) for name in Refs._fields))
+    if plan.is_update:
+        r = r._replace(k_pages=r.k_stored, v_pages=r.v_stored)
     core = pl.program_id(0)
     first, num_steps = r.core_first[core], r.core_steps[core]
     start = (first, _field(plan, r, BLOCK, first))
@@ -72,7 +79,12 @@ def kernel(plan: Plan, variant: tuple[bool, bool], *refs) -> None:
 
     first_turn = jnp.where(num_steps > 0, -plan.slots, 0)
     *_, (end, _) = jax.lax.fori_loop(first_turn, num_steps, turn, (start, start, start))
-    wait = lambda index, _: _wait_out(plan, r, index)
+
+    def wait(index, _):
+        _wait_out(plan, r, index)
+        if plan.is_update:
+            wait_edge(plan, r, _item(plan, r, index))
+
     jax.lax.fori_loop(jnp.maximum(first, end - 2), end, wait, None)
 
 
@@ -85,7 +97,7 @@ def _field(plan: Plan, r: Refs, field: int, index):
 
 
 def _item(plan: Plan, r: Refs, index) -> Item:
-    return Item(index, *(_field(plan, r, field, index) for field in range(NUM_FIELDS)))
+    return Item(index, *(_field(plan, r, field, index) for field in range(plan.num_fields)))
 
 
 def _advance(plan: Plan, r: Refs, at, is_moving: Any = True):
@@ -112,41 +124,44 @@ def _start_ids(plan: Plan, r: Refs, step, *, at) -> None:
 
 
 def _page_copies(plan: Plan, r: Refs, slot, block, page, page_id):
-    """Of keys and of values."""
-    at = pl.multiple_of((page - block * plan.pages_a_block) * plan.page_rows, plan.page_rows)
-    cells = pl.ds(at, plan.page_rows)
-    sem = r.kv_sem.at[slot]
-    return (
-        pltpu.make_async_copy(r.k_pages.at[page_id], r.k.at[slot, :, cells], sem),
-        pltpu.make_async_copy(r.v_pages.at[page_id], r.v.at[slot, :, cells], sem),
-    )
+    """Of keys and of values, and of their scales."""
+    within = page - block * plan.pages_a_block
+    cells = pl.ds(pl.multiple_of(within * plan.page_rows, plan.page_rows), plan.page_rows)
+    pairs = [(r.k_pages, r.k.at[slot, :, cells]), (r.v_pages, r.v.at[slot, :, cells])]
+    if plan.has_scales:
+        pairs += [(r.k_scales, r.k_factors.at[slot, within])]
+        pairs += [(r.v_scales, r.v_factors.at[slot, within])]
+    return [
+        pltpu.make_async_copy(source.at[page_id], target, r.kv_sem.at[slot])
+        for source, target in pairs
+    ]
+
+
+def _block_copies(plan: Plan, r: Refs, slot, item: Item, block, id_of, action) -> None:
+    """`action` on all copies that bring a block; to wait, any page id will do."""
+    first, end = page_range(plan, item, block)
+
+    def fetch(page, _):
+        for copy in _page_copies(plan, r, slot, block, page, id_of(page)):
+            action(copy)
+
+    if plan.is_update:
+        new_copies(plan, r, slot, item, block, id_of, action)
+        end = jnp.minimum(end, end_of_old_pages(plan, item))
+    jax.lax.fori_loop(first, end, fetch, None)
 
 
 def _start_pages(plan: Plan, r: Refs, step, *, at) -> None:
     """Fetch a block's pages, and with an item's first block its queries."""
     index, block = at
     item = _item(plan, r, index)
-    slot = rem(step, plan.slots)
     _ids_copy(plan, r, step, at).wait()
-    first, end = page_range(plan, item, block)
-
-    def fetch(page, _):
-        page_id = r.ids[rem(step, 2), 0, rem(page, IDS)]
-        for copy in _page_copies(plan, r, slot, block, page, page_id):
-            copy.start()
-
-    jax.lax.fori_loop(first, end, fetch, None)
+    id_of = lambda page: r.ids[rem(step, 2), 0, rem(page, IDS)]
+    slot = rem(step, plan.slots)
+    _block_copies(plan, r, slot, item, block, id_of, lambda copy: copy.start())
+    if plan.is_update:
+        start_groups(plan, r, item, block, id_of)
     guard(block == item.block, lambda: _queries(plan, r, item, lambda copy: copy.start()))
-
-
-def _wait_pages(plan: Plan, r: Refs, slot, item: Item, block) -> None:
-    first, end = page_range(plan, item, block)
-
-    def wait(page, _):
-        for copy in _page_copies(plan, r, slot, block, page, 0):
-            copy.wait()
-
-    jax.lax.fori_loop(first, end, wait, None)
 
 
 def _queries(plan: Plan, r: Refs, item: Item, action) -> None:
@@ -173,9 +188,11 @@ def _out_copies(plan: Plan, r: Refs, item: Item, action) -> None:
     num_runs = div(item.count, TOKEN_RUN)
 
     def copy(done, size):
-        source = r.out_tile.at[slot, pl.ds(shift + done, size)]
-        target = r.out.at[pl.ds(item.first + done, size)]
-        action(pltpu.make_async_copy(source, target, r.out_sem.at[slot]))
+        pairs = [(r.out_tile, r.out), *([(r.lse_tile, r.lse)] if plan.has_lse else [])]
+        for tile, out in pairs:
+            source = tile.at[slot, pl.ds(shift + done, size)]
+            target = out.at[pl.ds(item.first + done, size)]
+            action(pltpu.make_async_copy(source, target, r.out_sem.at[slot]))
 
     if plan.tile >= TOKEN_RUN:
         jax.lax.fori_loop(0, num_runs, lambda i, _: copy(i * TOKEN_RUN, TOKEN_RUN), None)
@@ -193,12 +210,16 @@ def _work(plan: Plan, r: Refs, step, *, at, first_item) -> None:
     slot = rem(step, plan.slots)
 
     def begin():
+        if plan.is_update:  # the buffer of the item's edge is that of the last but one
+            guard(index - 2 >= first_item, lambda: wait_edge(plan, r, _item(plan, r, index - 2)))
         _queries(plan, r, item, lambda copy: copy.wait())
         for_rows(load_queries)
 
     def finish():
         guard(index - 2 >= first_item, lambda: _wait_out(plan, r, index - 2))
         for_rows(store_result)
+        if plan.is_update:
+            wait_groups(plan, r, item)
         _out_copies(plan, r, item, lambda copy: copy.start())
 
     def for_rows(action):
@@ -207,7 +228,9 @@ def _work(plan: Plan, r: Refs, step, *, at, first_item) -> None:
             guard(item.count > 1, lambda: action(plan, r, item, plan.tile))
 
     guard(block == item.block, begin)
-    _wait_pages(plan, r, slot, item, block)
+    _block_copies(plan, r, slot, item, block, lambda page: 0, lambda copy: copy.wait())
     clear_unread(plan, r, slot, item, block)
+    if plan.is_update:
+        merge_edge(plan, r, slot, item, block)
     for_rows(lambda plan, r, item, tokens: attend(plan, r, slot, item, block, tokens))
     guard(block + 1 == item.end_block, finish)

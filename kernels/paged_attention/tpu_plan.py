@@ -20,8 +20,7 @@ TOKEN_RUN = 16
 MASKED = -1e30
 
 # Fields of an item, in the order `items` holds them.
-ROW, FIRST, COUNT, POSITION, BLOCK, END_BLOCK = range(6)
-NUM_FIELDS = 6
+ROW, FIRST, COUNT, POSITION, BLOCK, END_BLOCK, NEW, GROUP, EDGE_PAGE = range(9)
 
 
 class Plan(NamedTuple):
@@ -41,6 +40,38 @@ class Plan(NamedTuple):
     window: int | None
     soft_cap: float | None
     compute: Any  # dtype of the operands of both products
+    has_sinks: bool = False
+    has_slopes: bool = False
+    has_scales: bool = False  # the pages are quantized
+    has_lse: bool = False
+    group_rows: int = 0  # rows of lanes stored together; 0: nothing is stored
+
+    @property
+    def is_update(self) -> bool:
+        """Stores the step's new keys and values."""
+        return self.group_rows > 0
+
+    @property
+    def num_fields(self) -> int:
+        return EDGE_PAGE + 1 if self.is_update else END_BLOCK + 1
+
+    @property
+    def absent(self) -> set[str]:
+        """The fields of `Refs` that a call of this plan does without."""
+        parts = {
+            "sinks": self.has_sinks,
+            "slopes row_slopes": self.has_slopes,
+            "k_scales v_scales k_factors v_factors": self.has_scales,
+            "lse lse_tile": self.has_lse,
+            "k_groups v_groups k_stored v_stored k_edge v_edge": self.is_update,
+            "k_write v_write edge_sem group_sem": self.is_update,
+        }
+        return {name for names, has in parts.items() if not has for name in names.split()}
+
+    @property
+    def group_len(self) -> int:
+        """Tokens of a group of rows that are stored together."""
+        return self.group_rows * self.fold
 
     @property
     def copies(self) -> int:
@@ -69,32 +100,49 @@ class Plan(NamedTuple):
 
 
 class Refs(NamedTuple):
-    """The kernel's memory. X is `fold` * N, Y is `fold` * G, L the lanes of a page's row."""
+    """The kernel's memory. X is `fold` * N, Y is `fold` * G, L the lanes of a page's row, Z those
+    that hold N numbers, A `group_rows`. What a plan does without (`Plan.absent`) is None."""
 
-    items: Any  # SMEM [6 * num_items]
+    items: Any  # SMEM [num_fields * num_items]
     core_first: Any  # SMEM [cores]: each core's first item
     core_steps: Any  # SMEM [cores]: and its number of blocks
     table: Any  # HBM [R * ids_a_row, 1, IDS]
     q: Any  # HBM [T, X, L]
     k_pages: Any  # HBM [P, K, page_rows, L]
     v_pages: Any  # HBM [P, K, page_rows, L]
-    sinks: Any  # VMEM [K, Y, 128] or None
-    slopes: Any  # VMEM [K, Y, 128] or None
+    k_scales: Any  # HBM [P, K, B]
+    v_scales: Any  # HBM [P, K, B]
+    k_groups: Any  # HBM [groups, K, A, L]: the step's new keys as they lie in pages
+    v_groups: Any  # HBM [groups, K, A, L]
+    sinks: Any  # VMEM [K, Y, 128]
+    slopes: Any  # VMEM [K, Y, 128]
     out: Any  # HBM [T, N, L]
+    lse: Any  # HBM [T, 1, Z]
+    k_stored: Any  # HBM [P, K, page_rows, L]: the memory of k_pages
+    v_stored: Any  # HBM [P, K, page_rows, L]
     ids: Any  # SMEM [2, 1, IDS]
     k: Any  # VMEM [slots, K, block_rows, L]
     v: Any  # VMEM [slots, K, block_rows, L]
+    k_factors: Any  # VMEM [slots, pages_a_block, K, B]
+    v_factors: Any  # VMEM [slots, pages_a_block, K, B]
+    k_edge: Any  # VMEM [slots, K, A, L]
+    v_edge: Any  # VMEM [slots, K, A, L]
+    k_write: Any  # VMEM [2, K, A, L]
+    v_write: Any  # VMEM [2, K, A, L]
     q_tile: Any  # VMEM [slots, M, X, L]
     q_rows: Any  # VMEM [K, Y * M, L]
     top: Any  # VMEM [K, Y * M, 128], equal in all lanes
     total: Any  # VMEM [K, Y * M, 128], equal in all lanes
     acc: Any  # VMEM [K, Y * M, L]
-    row_slopes: Any  # VMEM [K, Y * M, 128] or None
+    row_slopes: Any  # VMEM [K, Y * M, 128]
     out_tile: Any  # VMEM [2, M, N, L]
+    lse_tile: Any  # VMEM [2, M, 1, Z]
     ids_sem: Any  # [2]
     kv_sem: Any  # [slots]
     q_sem: Any  # [slots]
     out_sem: Any  # [2]
+    edge_sem: Any  # [2]
+    group_sem: Any  # [1]
 
 
 class Item(NamedTuple):
@@ -107,6 +155,14 @@ class Item(NamedTuple):
     position: Any  # of its first token
     block: Any  # the first one it sees
     end_block: Any  # the one behind its last
+    new: Any = None  # position of the row's first token that this step stores
+    group: Any = None  # where in k_groups that token lies
+    edge_page: Any = None  # and in which page
+
+    @property
+    def end(self):
+        """The position behind its last token."""
+        return self.position + self.count
 
 
 def guard(condition, action) -> None:

@@ -26,7 +26,10 @@ from jaxinfer.kernels.paged_attention.tpu_plan import (
 def clear_unread(plan: Plan, r: Refs, slot, item: Item, block) -> None:
     """Zero what no query of the item sees of the values: a weight of 0 times a NaN would be NaN.
     Of folded keys too: in the products of a query's copy its zeros meet the other tokens' lanes.
+    An integer is never NaN.
     """
+    if jnp.issubdtype(r.v.dtype, jnp.integer):
+        return
     blocks = (r.v,) if plan.fold == 1 else (r.v, r.k)
     first, end = page_range(plan, item, block)
     base = block * plan.block_len
@@ -113,43 +116,68 @@ def attend(plan: Plan, r: Refs, slot, item: Item, block, tokens: int) -> None:
         position = _positions(plan, r, item, tokens, first, num_rows)
         shape = (num_rows, plan.block_rows)
         s = block * plan.block_len + jax.lax.broadcasted_iota(jnp.int32, shape, 1) * plan.fold
+        copy = None
         if plan.fold > 1:
             row = first + jax.lax.broadcasted_iota(jnp.int32, shape, 0)
-            s += div(row, plan.group * tokens)
+            copy = div(row, plan.group * tokens)
+            s += copy
         is_seen = s <= position
         if plan.window is not None:
             is_seen &= s > position - plan.window
 
         def of_head(h, _):
-            z = _scores(plan, r, slot, h, rows)
+            z = _scores(plan, r, slot, h, rows, copy)
             if r.slopes is not None:
                 slopes = r.slopes[h] if tokens == 1 else r.row_slopes[h, rows]
                 z += slopes[:, :1] * (s - position).astype(jnp.float32)
-            _accumulate(plan, r, slot, h, rows, jnp.where(is_seen, z, MASKED))
+            weight = _accumulate(r, h, rows, jnp.where(is_seen, z, MASKED))
+            if plan.has_scales:  # those of unseen cells may be NaN
+                factors = _factors(plan, r.v_factors, slot, h, copy)
+                weight = jnp.where(is_seen, weight * factors, 0)
+            v = r.v[slot, h].astype(plan.compute)
+            r.acc[h, rows] += _dot(weight.astype(plan.compute), v, 0)
 
         jax.lax.fori_loop(0, plan.num_kv_heads, of_head, None)
 
     jax.lax.fori_loop(0, plan.copies * tokens // num_rows, of_rows, None)
 
 
-def _scores(plan: Plan, r: Refs, slot, h, rows):
+def _factors(plan: Plan, factors, slot, h, copy):
+    """The scales of head h, for the columns of a product: [1 or rows, block_rows]."""
+
+    def of_copy(j: int):
+        lanes = slice(j * plan.page_rows, (j + 1) * plan.page_rows)
+        pages = [factors[slot, page, pl.ds(h, 1), lanes] for page in range(plan.pages_a_block)]
+        return jnp.concatenate(pages, axis=1)
+
+    x = of_copy(0)
+    for j in range(1, plan.fold):
+        x = jnp.where(copy == j, of_copy(j), x)
+    return x
+
+
+def _scores(plan: Plan, r: Refs, slot, h, rows, copy):
     """Scaled and capped products of queries and keys: [rows, block_rows]."""
-    z = _dot(r.q_rows[h, rows], r.k[slot, h].astype(plan.compute), 1) * plan.scale
+    z = _dot(r.q_rows[h, rows], r.k[slot, h].astype(plan.compute), 1)
+    if plan.has_scales:
+        z *= _factors(plan, r.k_factors, slot, h, copy) * plan.scale
+    else:
+        z *= plan.scale
     if plan.soft_cap is not None:
         z = plan.soft_cap * jnp.tanh(z / plan.soft_cap)
     return z
 
 
-def _accumulate(plan: Plan, r: Refs, slot, h, rows, z) -> None:
-    """Masked scores into the sums of these rows of head h."""
+def _accumulate(r: Refs, h, rows, z):
+    """Masked scores into the top and total of these rows of head h, fade their sum; the weights."""
     old = r.top[h, rows]  # [rows, 128]
     top = jnp.maximum(old, z.max(axis=1, keepdims=True))
     fade = jnp.exp(old - top)
     weight = jnp.exp(z - top[:, :1])
     r.top[h, rows] = top
     r.total[h, rows] = r.total[h, rows] * fade + weight.sum(axis=1, keepdims=True)
-    new = _dot(weight.astype(plan.compute), r.v[slot, h].astype(plan.compute), 0)
-    r.acc[h, rows] = r.acc[h, rows] * fade[:, :1] + new
+    r.acc[h, rows] *= fade[:, :1]
+    return weight
 
 
 def _dot(a, b, contract: int):
@@ -164,24 +192,49 @@ def store_result(plan: Plan, r: Refs, item: Item, tokens: int) -> None:
     slot = rem(item.index, 2)
     num_rows = plan.group * tokens
     if tokens == 1:
-        results = [_result(plan, r, k, num_rows) for k in range(plan.num_kv_heads)]  # [G, L]
+        heads = [_result(plan, r, k, num_rows) for k in range(plan.num_kv_heads)]
+        results, sums = zip(*heads, strict=True)  # [G, L], [G, 128]
         r.out_tile[slot, 0] = jnp.concatenate(results).astype(r.out_tile.dtype)
+        if plan.has_lse:
+            heads = jnp.concatenate(sums)[:, :1]  # [N, 1]
+            shape = (heads.shape[0], r.lse_tile.shape[3])
+            row, lane = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
+            of_lane = jnp.where(row == lane, heads, 0)
+            r.lse_tile[slot, 0] = of_lane.sum(axis=0, keepdims=True)
         return
 
     def of_head(k, _):
-        r.acc[k, :num_rows] = _result(plan, r, k, num_rows)
+        r.acc[k, :num_rows], lse = _result(plan, r, k, num_rows)
+        if plan.has_lse:
+            r.top[k, :num_rows] = lse
 
     def transpose(i, _):
         heads = [r.acc[:, _run(i, g * tokens)] for g in range(plan.group)]
         heads = jnp.stack(heads, axis=1).reshape(-1, TOKEN_RUN, r.acc.shape[2])  # [N, ...]
         r.out_tile[slot, _run(i)] = jnp.swapaxes(heads, 0, 1).astype(r.out_tile.dtype)
+        if plan.has_lse:
+            r.lse_tile[slot, _run(i)] = _lse_of_run(plan, r, i, tokens)[:, None]
 
     jax.lax.fori_loop(0, plan.num_kv_heads, of_head, None)
     jax.lax.fori_loop(0, tokens // TOKEN_RUN, transpose, None)
 
 
+def _lse_of_run(plan: Plan, r: Refs, i, tokens: int):
+    """Head n's in lane n: [TOKEN_RUN, Z]."""
+    shape = (TOKEN_RUN, r.lse_tile.shape[3])
+    lane = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+
+    def of_head(k, x):
+        for g in range(plan.group):
+            x = jnp.where(lane == k * plan.group + g, r.top[k, _run(i, g * tokens)][:, :1], x)
+        return x
+
+    return jax.lax.fori_loop(0, plan.num_kv_heads, of_head, jnp.zeros(shape, jnp.float32))
+
+
 def _result(plan: Plan, r: Refs, k, num_rows: int):
-    """The attention of KV head k's queries, in the first H lanes: [num_rows, L]."""
+    """The attention of KV head k's queries, in the first H lanes: [num_rows, L]; and the logarithm
+    of their weights' sum: [num_rows, 128]."""
     parts = [slice(j * num_rows, (j + 1) * num_rows) for j in range(plan.fold)]
     top = r.top[k, parts[0]]
     for part in parts[1:]:
@@ -198,4 +251,5 @@ def _result(plan: Plan, r: Refs, k, num_rows: int):
     folded = acc
     for j in range(1, plan.fold):
         folded += pltpu.roll(acc, acc.shape[1] - j * plan.head_dim, 1)
-    return folded / jnp.where(total == 0, 1, total)[:, :1]
+    lse = top + jnp.log(total) if plan.has_lse else None
+    return folded / jnp.where(total == 0, 1, total)[:, :1], lse

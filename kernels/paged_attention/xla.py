@@ -16,6 +16,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxinfer.kernels.kv_pages import dequantized
+
 DECODE_TILES = 16  # rows that walk their pages together
 DECODE_BLOCK = 64  # tokens a step of that walk
 CHUNK_TILE = 128  # query tokens in a tile of a prefill chunk
@@ -32,6 +34,13 @@ class _Rows(NamedTuple):
     q_start: jax.Array  # [R+1]
     kv_len: jax.Array  # [R]
     page_table: jax.Array  # [R, W]
+
+
+class _Pages(NamedTuple):
+    k: jax.Array  # [P, K, B, H]
+    v: jax.Array  # [P, K, B, H]
+    k_scales: jax.Array | None  # [P, K, B]
+    v_scales: jax.Array | None  # [P, K, B]
 
 
 class _Variant(NamedTuple):
@@ -55,18 +64,23 @@ def paged_attention(
     soft_cap,
     sinks,  # [N] or None
     alibi_slopes,  # [N] or None
+    k_scales=None,  # [P, K, B] or None
+    v_scales=None,  # [P, K, B] or None
+    return_lse=False,
 ):
     T, R = q.shape[0], kv_len.shape[0]
     variant = _Variant(scale, window, soft_cap, sinks, alibi_slopes)
     rows = _Rows(q_start, kv_len, page_table)
+    pages = _Pages(k_pages, v_pages, k_scales, v_scales)
     q_len = jnp.diff(q_start)
-    out = jnp.zeros_like(q)
+    lse = jnp.full(q.shape[:2], -jnp.inf, jnp.float32) if return_lse else None
+    out = (jnp.zeros_like(q), lse)
 
     # Single queries, longest row first; the others sort to the end and are not counted.
     is_single = q_len == 1
     order = jnp.argsort(jnp.where(is_single, -kv_len, 1)).astype(jnp.int32)
     out = _run_tiles(
-        out, q, k_pages, v_pages, rows, variant,
+        out, q, pages, rows, variant,
         tile_row=order, tile_first=q_start[order], num_tiles=is_single.sum(),
         tiles_at_once=min(DECODE_TILES, R), tile_len=1, block_len=DECODE_BLOCK,
     )  # fmt: skip
@@ -82,17 +96,16 @@ def paged_attention(
     ).astype(jnp.int32)
     within = tile - (ends - num_tiles)[tile_row]
     return _run_tiles(
-        out, q, k_pages, v_pages, rows, variant,
+        out, q, pages, rows, variant,
         tile_row=tile_row, tile_first=q_start[tile_row] + within * tile_len, num_tiles=ends[-1],
         tiles_at_once=1, tile_len=tile_len, block_len=CHUNK_BLOCK,
     )  # fmt: skip
 
 
 def _run_tiles(
-    out,  # [T, N, H]
+    out,  # [T, N, H], and [T, N] or None
     q,  # [T, N, H]
-    k_pages,  # [P, K, B, H]
-    v_pages,  # [P, K, B, H]
+    pages,
     rows,
     variant,
     *,
@@ -105,7 +118,7 @@ def _run_tiles(
 ):
     """Fill `out` for the first `num_tiles` of M tiles, `tiles_at_once` in each turn of a loop."""
     T, C = q.shape[0], tiles_at_once
-    pages_a_block = max(1, block_len // k_pages.shape[2])
+    pages_a_block = max(1, block_len // pages.k.shape[2])
     pad_tiles = -tile_row.shape[0] % C
     tile_row, tile_first = (jnp.pad(x, (0, pad_tiles)) for x in (tile_row, tile_first))
     pad_pages = -rows.page_table.shape[1] % pages_a_block
@@ -120,10 +133,11 @@ def _run_tiles(
         position = jnp.where(is_query, rows.kv_len[row][:, None] - end[:, None] + token, -1)
         token = jnp.where(is_query, token, T)  # past the end: read clipped, write dropped
         tile_out = _attend(
-            q.at[token].get(mode="clip"), position, k_pages, v_pages,
+            q.at[token].get(mode="clip"), position, pages,
             rows.page_table[row], pages_a_block, variant,
         )  # fmt: skip
-        return out.at[token].set(tile_out.astype(out.dtype), mode="drop")
+        put = lambda out, x: out.at[token].set(x.astype(out.dtype), mode="drop")
+        return tuple(None if o is None else put(o, x) for o, x in zip(out, tile_out, strict=True))
 
     return jax.lax.fori_loop(0, -(-num_tiles // C), turn, out)
 
@@ -131,15 +145,15 @@ def _run_tiles(
 def _attend(
     q,  # [C, M, N, H]
     position,  # [C, M], -1 for no query
-    k_pages,  # [P, K, B, H]
-    v_pages,  # [P, K, B, H]
+    pages,
     page_table,  # [C, W]
     pages_a_block,
     variant,
 ):
-    """C tiles of M queries over their pages: one online softmax (arXiv:2205.14135). [C, M, N, H]"""
+    """C tiles of M queries over their pages: one online softmax (arXiv:2205.14135). [C, M, N, H],
+    and the logarithm of its sums, [C, M, N]."""
     C, M, N, H = q.shape
-    _, K, B, _ = k_pages.shape
+    _, K, B, _ = pages.k.shape
     G, S = N // K, pages_a_block * B
 
     # [C, K, G*M, H]: the queries that share a KV head are the rows of one product.
@@ -149,16 +163,14 @@ def _attend(
     per_head = lambda x: jnp.repeat(x.astype(jnp.float32).reshape(K, G), M, axis=1)[None]
     q_position = per_query(position)  # [C, 1, G*M]
 
-    def read(pages, block):  # [C, K, S, H] float32
+    def read(stored, scales, block):  # [C, K, S, H] float32
         ids = jax.lax.dynamic_slice(page_table, (0, block * pages_a_block), (C, pages_a_block))
-        if pages_a_block == 1:
-            return pages[ids[:, 0]].astype(jnp.float32)
-        return jnp.moveaxis(pages[ids], 1, 2).reshape(C, K, S, H).astype(jnp.float32)
+        return _read_block(stored, scales, ids)
 
     def block_step(block, carry):
         top, total, acc = carry  # [C, K, G*M], the same, [C, K, G*M, H]
         s = block * S + jnp.arange(S)
-        z = jnp.einsum("ckqh,cksh->ckqs", q, read(k_pages, block))
+        z = jnp.einsum("ckqh,cksh->ckqs", q, read(pages.k, pages.k_scales, block))
         if variant.soft_cap is not None:
             z = variant.soft_cap * jnp.tanh(z / variant.soft_cap)
         if variant.alibi_slopes is not None:
@@ -173,7 +185,7 @@ def _attend(
         fade = jnp.exp(top - new_top)
         # A weight of 0 times a NaN in a cell nobody wrote would be NaN.
         is_written = (s <= position.max(axis=1)[:, None])[:, None, :, None]
-        v = jnp.where(is_written, read(v_pages, block), 0)
+        v = jnp.where(is_written, read(pages.v, pages.v_scales, block), 0)
         acc = acc * fade[..., None] + jnp.einsum("ckqs,cksh->ckqh", weight, v)
         return new_top, total * fade + weight.sum(axis=-1), acc
 
@@ -184,9 +196,27 @@ def _attend(
         top = jnp.full((C, K, G * M), MASKED, jnp.float32)
         total = jnp.zeros_like(top)
     carry = (top, total, jnp.zeros((C, K, G * M, H), jnp.float32))
-    _, total, acc = jax.lax.fori_loop(*_blocks(position, S, variant.window), block_step, carry)
+    blocks = _blocks(position, S, variant.window)
+    top, total, acc = jax.lax.fori_loop(*blocks, block_step, carry)
+    by_token = lambda x: jnp.moveaxis(x.reshape(C, K, G, M, *x.shape[3:]), 3, 1)
+    out, lse = map(by_token, _divided(top, total, acc))
+    return out.reshape(C, M, N, H), lse.reshape(C, M, N)
+
+
+def _read_block(stored, scales, ids):
+    """The tokens of each tile's pages `ids` [C, pages], in float32: [C, K, S, H]."""
+    C, num_pages = ids.shape
+    ids = ids[:, 0] if num_pages == 1 else ids
+    x = dequantized(stored[ids], None if scales is None else scales[ids])
+    if num_pages > 1:
+        x = jnp.moveaxis(x, 1, 2).reshape(C, x.shape[2], -1, x.shape[4])
+    return x.astype(jnp.float32)
+
+
+def _divided(top, total, acc):
+    """The running softmax's result and the logarithm of its sums: zeros and -inf of nothing."""
     out = acc / jnp.where(total == 0, 1, total)[..., None]
-    return jnp.moveaxis(out.reshape(C, K, G, M, H), 3, 1).reshape(C, M, N, H)
+    return out, jnp.where(total == 0, -jnp.inf, top + jnp.log(total))
 
 
 def _blocks(position, block_len, window):

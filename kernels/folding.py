@@ -13,6 +13,7 @@ f = 1, L = 128; H = 192: f = 1, L = 256.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,15 +46,24 @@ def unfold(pages: jax.Array, head_dim: int) -> jax.Array:
     return pages.reshape(P, K, rows * fold, head_dim)
 
 
+def unfold_scales(scales: jax.Array, rows: int) -> jax.Array:
+    """[P, K, B], part by part as `kv_pages.scale_cell` says, in the order of the page's tokens."""
+    P, K, B = scales.shape
+    return jnp.swapaxes(scales.reshape(P, K, B // rows, rows), 2, 3).reshape(P, K, B)
+
+
 def unfolding(backend):
     """A backend of plain pages, for folded ones too."""
 
     @functools.wraps(backend)
-    def attend(q, k_pages, v_pages, *args, **options):
-        H = q.shape[2]
+    def attend(q, k_pages, v_pages, *args, k_scales: Any = None, v_scales: Any = None, **options):
+        H, rows = q.shape[2], k_pages.shape[2]
         if k_pages.shape[3] != H:
             k_pages, v_pages = unfold(k_pages, H), unfold(v_pages, H)
-        return backend(q, k_pages, v_pages, *args, **options)
+            if k_scales is not None:
+                k_scales, v_scales = unfold_scales(k_scales, rows), unfold_scales(v_scales, rows)
+        scales = {"k_scales": k_scales, "v_scales": v_scales}
+        return backend(q, k_pages, v_pages, *args, **scales, **options)
 
     return attend
 

@@ -1,0 +1,149 @@
+"""What a call of flash attention asks beside its queries, keys and values; formula: `api.py`.
+
+`Rule` is static (a program is compiled for it), `Given` holds the arrays. `scores` and `is_seen`
+are the formula itself on numbers that broadcast together, for every backend in JAX, inside a
+Pallas kernel or outside.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+# Of int32s that broadcast together: mask_mod(row, head, q_position, k_position) -> bool, and
+# score_mod(score, row, head, q_position, k_position) -> score.
+Mod = Callable[..., Any]
+
+
+class ColumnIntervals(NamedTuple):
+    """Key s of row r is hidden from the queries at positions in [start[r, c, s], end[r, c, s]),
+    for each of C intervals; an empty one (start >= end) hides nothing.
+
+    FlashMask's column-wise form (arXiv:2410.01359): documents in one row, prefixes, global tokens
+    and windows take one or two intervals a key, 2 x C x S integers in place of a T x S mask.
+    """
+
+    start: Any  # int32 [R, C, S]
+    end: Any  # int32 [R, C, S]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BlockMask:
+    """Which blocks of q_block queries by k_block keys a mask_mod leaves empty (0), cuts (1) or
+    leaves whole (2), the first query standing at `q_offset`; one for all rows or heads where that
+    axis is 1. Made by `block_mask`."""
+
+    kind: Any  # int32 [R or 1, N or 1, TQ, TK]
+    q_block: int = dataclasses.field(metadata={"static": True})
+    k_block: int = dataclasses.field(metadata={"static": True})
+    q_offset: int = dataclasses.field(metadata={"static": True}, default=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """The static part of a call."""
+
+    scale: float
+    causal: bool = False
+    window: int | None = None
+    soft_cap: float | None = None
+    mask_mod: Mod | None = None
+    score_mod: Mod | None = None
+    return_lse: bool = False
+
+
+class Given(NamedTuple):
+    """The arrays of a call beside q, k and v."""
+
+    q_offset: Any = 0  # int, or [] or [R]
+    kv_len: Any = None  # None: S everywhere; or [R]
+    sinks: Any = None  # [N]
+    alibi_slopes: Any = None  # [N]
+    hidden: ColumnIntervals | None = None  # [R, C, S]
+    block_mask: BlockMask | None = None
+
+    def offsets(self, R: int):
+        """[R]"""
+        return jnp.broadcast_to(jnp.asarray(self.q_offset, jnp.int32), (R,))
+
+    def lengths(self, R: int, S: int):
+        """[R], none above S."""
+        if self.kv_len is None:
+            return jnp.full((R,), S, jnp.int32)
+        return jnp.minimum(self.kv_len, S).astype(jnp.int32)
+
+
+def scores(rule: Rule, z, row, head, q_position, k_position, slope=None):
+    """Products of queries and keys, already scaled, as they go into the softmax."""
+    if rule.soft_cap is not None:
+        z = rule.soft_cap * jnp.tanh(z / rule.soft_cap)
+    if slope is not None:
+        z = z - slope * jnp.abs(q_position - k_position).astype(z.dtype)
+    if rule.score_mod is not None:
+        z = rule.score_mod(z, row, head, q_position, k_position).astype(z.dtype)
+    return z
+
+
+def is_seen(rule: Rule, row, head, q_position, k_position, length, intervals=()):
+    """Whether the query sees the key; `intervals` are pairs (start, end) of the key's."""
+    seen = k_position < length
+    if rule.causal:
+        seen &= k_position <= q_position
+    if rule.window is not None:
+        seen &= k_position > q_position - rule.window
+        if not rule.causal:
+            seen &= k_position < q_position + rule.window
+    for start, end in intervals:
+        seen &= (q_position < start) | (q_position >= end)
+    if rule.mask_mod is not None:
+        seen &= rule.mask_mod(row, head, q_position, k_position)
+    return seen
+
+
+# Options whose presence a tiling depends on: they take registers, or leave tiles out.
+VARIANT = ("alibi_slopes", "mask_mod", "score_mod", "hidden")
+
+
+def options_of(given: Given, rule: Rule) -> dict[str, Any]:
+    """The options of the front door that a tiling depends on."""
+    found = {name: getattr(given, name, getattr(rule, name, None)) for name in VARIANT}
+    return {**found, "causal": rule.causal, "window": rule.window, "block_mask": given.block_mask}
+
+
+def tiling_key(q, k, v=None, **options: Any) -> str:
+    """What a measured tiling is kept by: arrays and options as the front door takes them."""
+    (_, T, N, H), (_, S, K, _) = q.shape, k.shape
+    marks = [name for name in VARIANT if options.get(name) is not None]
+    marks += ["causal"] if options.get("causal") else []
+    marks += [f"window={options['window']}"] if options.get("window") else []
+    if mask := options.get("block_mask"):
+        marks.append(f"blocks={mask.q_block}x{mask.k_block}")
+    return " ".join([f"T={T} S={S} N={N} K={K} H={H} {jnp.dtype(q.dtype).name}", *marks])
+
+
+def closed_over(mod: Mod | None, *of_scores: Any) -> tuple[Any, ...]:
+    """The arrays that a mod closes over; `of_scores`: its arguments before the four indices."""
+    if mod is None:
+        return ()
+    index = jax.ShapeDtypeStruct((), jnp.int32)
+    return tuple(jax.make_jaxpr(mod)(*of_scores, *(index,) * 4).consts)
+
+
+def decline_closures(rule: Rule) -> None:
+    """Raises `NotImplementedError` for mods that a kernel cannot hold."""
+    score = jax.ShapeDtypeStruct((), jnp.float32)
+    for name, found in (
+        ("mask_mod", closed_over(rule.mask_mod)),
+        ("score_mod", closed_over(rule.score_mod, score)),
+    ):
+        if found:
+            shapes = ", ".join(str(jnp.shape(x)) for x in found)
+            raise NotImplementedError(
+                f"{name} closes over arrays ({shapes}); a kernel takes constants and indices, and "
+                "masks by array as column intervals (hidden=)"
+            )

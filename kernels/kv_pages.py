@@ -1,0 +1,103 @@
+"""One layer's paged KV cache as device arrays: how a page is laid out, stored to and quantized.
+
+Cell b of page p holds a token's K heads of keys and of values. Pages of int8 or float8_e4m3fn come
+with scales, one a token and head, so that a token is stored once and never again when others join
+its page: value = stored * scale.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Shaped
+
+from jaxinfer.kernels.folding import fold_of, write_folded
+
+# Largest number that each quantized type holds.
+QUANTIZED = {"int8": 127.0, "float8_e4m3fn": 448.0}
+
+
+class KVPages(NamedTuple):
+    """Rows and lanes are B and H, or folded (`folding.py`). Scales are there where, and only where,
+    the pages' type needs them; that of token b stands in cell `scale_cell(b)`."""
+
+    k: Shaped[Array, "P K rows lanes"]
+    v: Shaped[Array, "P K rows lanes"]
+    k_scales: Float[Array, "P K B"] | None = None
+    v_scales: Float[Array, "P K B"] | None = None
+
+
+def is_quantized(dtype) -> bool:
+    return jnp.dtype(dtype).name in QUANTIZED
+
+
+def quantize_heads(
+    x: Float[Array, "T K H"], dtype
+) -> tuple[Shaped[Array, "T K H"], Float[Array, "T K"]]:
+    """`x / scale` in the quantized type, with one float32 scale a token and head: amax / largest.
+
+    int8 rounds to nearest even. Heads of zeros keep a scale of 1.
+    """
+    wide, largest = x.astype(jnp.float32), QUANTIZED[jnp.dtype(dtype).name]
+    amax = jnp.abs(wide).max(axis=-1)
+    scale = jnp.where(amax > 0, amax / largest, 1.0)
+    scaled = jnp.clip(wide / scale[..., None], -largest, largest)
+    if jnp.dtype(dtype) == jnp.int8:
+        scaled = jnp.rint(scaled)
+    return scaled.astype(dtype), scale
+
+
+def scale_cell(cell: jax.Array, rows: int, fold: int) -> jax.Array:
+    """Where the scale of a page's token `cell` stands: all first parts of the rows of lanes, then
+    all second ones, since a TPU's kernel works part by part."""
+    return cell if fold == 1 else cell % fold * rows + cell // fold
+
+
+def write_pages(
+    pages: Shaped[Array, "P K rows lanes"],
+    new: Shaped[Array, "T K H"],
+    page: Int[Array, " T"],
+    cell: Int[Array, " T"],
+) -> Shaped[Array, "P K rows lanes"]:
+    """Put `new[t]` into `cell[t]` of `page[t]`; a token whose page is P or more is dropped.
+
+    In place when the caller's jit donates `pages`: the cost follows T, not the pool. Of folded
+    pages, tokens of one page must lie one behind another in `new`, as a row's tokens do.
+    """
+    if pages.shape[3] != new.shape[2]:
+        return write_folded(pages, new, page, cell)
+    return pages.at[page, :, cell].set(new.astype(pages.dtype), mode="drop")
+
+
+def write(
+    pages: KVPages,
+    k: Float[Array, "T K H"],
+    v: Float[Array, "T K H"],
+    page: Int[Array, " T"],
+    cell: Int[Array, " T"],
+) -> KVPages:
+    """Store a step's keys and values, each at `cell[t]` of `page[t]` (`write_pages`), quantized
+    where the pages are."""
+    if pages.k_scales is None or pages.v_scales is None:
+        return KVPages(write_pages(pages.k, k, page, cell), write_pages(pages.v, v, page, cell))
+    place = scale_cell(cell, pages.k.shape[2], fold_of(pages.k.shape[3], k.shape[2]))
+
+    def store(stored, scales, new):
+        values, scale = quantize_heads(new, stored.dtype)
+        scales = scales.at[page, :, place].set(scale, mode="drop")
+        return write_pages(stored, values, page, cell), scales
+
+    new_k, k_scales = store(pages.k, pages.k_scales, k)
+    new_v, v_scales = store(pages.v, pages.v_scales, v)
+    return KVPages(new_k, new_v, k_scales, v_scales)
+
+
+def dequantized(
+    stored: Shaped[Array, "*cells H"], scales: Float[Array, "*cells"] | None
+) -> Shaped[Array, "*cells H"]:
+    """What is stored in plain pages, in float32; as it is where it has no scales."""
+    if scales is None:
+        return stored
+    return stored.astype(jnp.float32) * scales[..., None]

@@ -1,0 +1,291 @@
+"""Paged attention for Hopper GPUs in Pallas (Mosaic GPU): steps that hold prefill chunks.
+
+A CTA takes a run of queries of one row and a KV head: one warpgroup copies pages by TMA, the others
+multiply by wgmma (`hopper_kernel.py`; FlashAttention-3, arXiv:2407.08608). All rows of the step are
+done, decodes as short runs; steps of decodes alone are left to `gpu.py`, which splits long contexts
+over the multiprocessors. Vocabulary: `hopper_plan.py`; formula and contract: `api.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import itertools
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfer.kernels.dispatch import device_kind
+from jaxinfer.kernels.kv_pages import KVPages
+from jaxinfer.kernels.paged_attention.hopper_plan import (
+    WARPGROUP_ROWS,
+    Plan,
+    lanes_at_once,
+    lse_of_tokens,
+    num_items,
+    work_list,
+)
+from jaxinfer.kernels.tuning import tuned
+
+KIBI = 1 << 10
+DEVICES = ("H100", "H200", "H800", "H20")
+TYPES = ("bfloat16", "float16")
+HEAD_DIMS = (64, 128, 256)
+ASSEMBLER = "nvidia-cuda-nvcc-cu12"
+FIRST_SOUND_ASSEMBLER = (12, 9, 86)  # of CUDA 12.9.1
+LEAST_PAGE = 8  # rows of a tile of shared memory
+
+SHARED_BYTES = 227 * KIBI  # that a CTA can have
+# For barriers, for sums over warps, which Pallas keeps whether there are any or not, and for
+# alignment (compiled, jax 0.10.2: up to 3,152 bytes).
+OTHER_BYTES = 4 * KIBI
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """How a call is cut. Results differ by rounding alone."""
+
+    block: int  # cells of a step of the softmax
+    slots: int  # blocks on their way from memory at the same time
+    warpgroups: int = 2  # that compute, 64 rows each
+
+    def __post_init__(self):
+        if self.block not in (64, 128, 256):
+            raise ValueError(f"block is {self.block}; it must be 64, 128 or 256")
+        if self.slots < 2:
+            raise ValueError(f"slots is {self.slots}; it must be at least 2")
+        if self.warpgroups not in (1, 2):
+            raise ValueError(f"warpgroups is {self.warpgroups}; it must be 1 or 2")
+
+
+def shared_bytes(tiling: Tiling, head_dim: int) -> int:
+    """Of queries, results and blocks."""
+    operands = head_dim * (tiling.warpgroups * WARPGROUP_ROWS + 2 * tiling.slots * tiling.block)
+    results = lanes_at_once(head_dim) * tiling.warpgroups * WARPGROUP_ROWS
+    return 2 * (operands + results) + 4 * tiling.warpgroups * WARPGROUP_ROWS + OTHER_BYTES
+
+
+def heuristic(head_dim: int, page_size: int) -> Tiling:
+    """By registers: sums take head_dim / 2 of a thread's 232, scores block / 2, and half as much
+    again as weights. Slots: as many as fit, four at most. A block of 16 pages makes the copying
+    warpgroup spill their ids."""
+    block = 128 if head_dim < 128 and page_size >= 16 else 64
+    slots = next(s for s in (4, 3, 2) if shared_bytes(Tiling(block, s), head_dim) <= SHARED_BYTES)
+    return Tiling(block, slots)
+
+
+def candidates(q, pages, *rows: Any, **options: Any) -> list[Tiling]:
+    """The tilings worth measuring for a call; arguments as the front door takes them."""
+    H, B = q.shape[2], pages.k.shape[2]
+    first = heuristic(H, B)
+    found = [first]
+    for block, slots, warpgroups in itertools.product((64, 128), (2, 3, 4), (2, 1)):
+        tiling = Tiling(block, slots, warpgroups)
+        registers = (2 * H + 3 * block) // 4
+        fits = registers <= 200 and shared_bytes(tiling, H) <= SHARED_BYTES
+        if tiling != first and fits and _divides(block, B):
+            found.append(tiling)
+    return found
+
+
+def tiling_key(q, pages, *rows: Any, **options: Any) -> str:
+    """What a measured tiling is filed under; arguments as the front door takes them."""
+    (_, N, H), (_, K, B, _) = q.shape, pages.k.shape
+    window = " window" if options.get("window") is not None else ""
+    return f"N={N} K={K} H={H} B={B} {q.dtype.name}{window}"
+
+
+def paged_attention(
+    q,  # [T, N, H]
+    k_pages,  # [P, K, B, H]
+    v_pages,  # [P, K, B, H]
+    q_start,  # [R+1]
+    kv_len,  # [R]
+    page_table,  # [R, W]
+    *,
+    scale,
+    window,
+    soft_cap,
+    sinks,  # [N] or None
+    alibi_slopes,  # [N] or None
+    k_scales=None,
+    v_scales=None,
+    return_lse: bool = False,
+    tiling: Tiling | None = None,
+    interpret: Any = False,  # or Pallas' parameters of its GPU emulator
+):
+    """(out [T, N, H], lse [T, N] or None).
+
+    Declines (`NotImplementedError`) steps without a chunk, GPUs that are not Hopper, types, head
+    dims and pages that TMA and wgmma do not take.
+    """
+    _check(q, k_pages, v_pages, kv_len, k_scales)
+    if not interpret:
+        _check_device()
+        _check_assembler()
+    tiling = tiling or tuned(
+        heuristic(q.shape[2], k_pages.shape[2]),
+        "paged_attention/hopper",
+        tiling_key(q, KVPages(k_pages, v_pages), window=window),
+    )
+    plan = _plan_of(
+        tiling,
+        q,
+        k_pages,
+        kv_len,
+        scale=float(scale),
+        window=window,
+        soft_cap=None if soft_cap is None else float(soft_cap),
+        has_sinks=sinks is not None,
+        has_slopes=alibi_slopes is not None,
+        has_lse=return_lse,
+        is_emulated=bool(interpret),
+    )
+    inputs = {
+        "q": _by_kv_head(plan, q),
+        "k_pages": k_pages,
+        "v_pages": v_pages,
+        "page_table": page_table,
+        "items": work_list(plan, q_start, kv_len),
+        "sinks": _by_row(plan, sinks),
+        "slopes": _by_row(plan, alibi_slopes),
+    }
+    out, *lse = _run(plan, inputs, interpret)
+    return out, lse_of_tokens(plan, lse[0], q_start) if lse else None
+
+
+def _plan_of(tiling: Tiling, q, k_pages, kv_len, **options: Any) -> Plan:
+    """What the kernel is compiled for; `options` are the fields of `Plan` with no shape in them."""
+    (T, N, H), (_, K, B, _), R = q.shape, k_pages.shape, kv_len.shape[0]
+    if not _divides(tiling.block, B):
+        raise ValueError(
+            f"block {tiling.block} and pages of {B} do not divide each other; use a tiling with "
+            f"block {math.gcd(tiling.block, B)}"
+        )
+    tile = WARPGROUP_ROWS // (N // K) * tiling.warpgroups
+    return Plan(
+        num_tokens=T,
+        num_rows=R,
+        num_heads=N,
+        num_kv_heads=K,
+        head_dim=H,
+        page_size=B,
+        num_items=num_items(T, R, tile),
+        warpgroups=tiling.warpgroups,
+        block=tiling.block,
+        slots=tiling.slots,
+        **options,
+    )
+
+
+def _run(plan: Plan, inputs: dict[str, Any], interpret: Any) -> list[jax.Array]:
+    """What the kernel writes: the result and, where that is asked for, lse as the units have it."""
+    # Here, since Pallas' names for GPUs change between JAX's versions: where this kernel is not
+    # wanted they need not be there.
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from jaxinfer.kernels.paged_attention import hopper_kernel
+
+    given = [name for name, x in inputs.items() if x is not None]
+    scratch = hopper_kernel.scratch_of(plan, inputs["q"].dtype)
+    held = [name for name, x in scratch._asdict().items() if x is not None]
+
+    def body(*refs: Any) -> None:
+        names = [*given, "out", *(["lse"] if plan.has_lse else [])]
+        of_memory = dict.fromkeys(hopper_kernel.Refs._fields) | dict(
+            zip(names, refs[: len(names)], strict=True)
+        )
+        of_block = dict.fromkeys(hopper_kernel.Scratch._fields) | dict(
+            zip(held, refs[len(names) :], strict=True)
+        )
+        hopper_kernel.attend(
+            plan, hopper_kernel.Refs(**of_memory), hopper_kernel.Scratch(**of_block)
+        )
+
+    results = [
+        jax.ShapeDtypeStruct((plan.num_tokens, plan.num_heads, plan.head_dim), inputs["q"].dtype)
+    ]
+    if plan.has_lse:
+        parts = (plan.num_kv_heads, plan.num_items, plan.warpgroups, WARPGROUP_ROWS)
+        results.append(jax.ShapeDtypeStruct(parts, jnp.float32))
+    return plgpu.kernel(
+        body,
+        out_type=results,
+        scratch_types=[x for x in scratch if x is not None],
+        grid=(plan.num_items * plan.num_kv_heads,),
+        grid_names=("unit",),
+        num_threads=plan.warpgroups + 1,
+        thread_name="warpgroup",
+        kernel_name="paged_attention",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+        interpret=interpret,
+    )(*(inputs[name] for name in given))
+
+
+def _by_kv_head(plan: Plan, q: jax.Array) -> jax.Array:
+    """[T, N, H] -> [K, T*G, H]: a warpgroup's rows, whatever G is, are one box of a TMA copy."""
+    T, K, G, H = plan.num_tokens, plan.num_kv_heads, plan.group, plan.head_dim
+    return jnp.moveaxis(q.reshape(T, K, G, H), 1, 0).reshape(K, T * G, H)
+
+
+def _by_row(plan: Plan, of_head: jax.Array | None) -> jax.Array | None:
+    """[N] -> [K, 64]: the value of each of a warpgroup's rows, in base 2."""
+    if of_head is None:
+        return None
+    row = jnp.arange(WARPGROUP_ROWS) % plan.group
+    return of_head.astype(jnp.float32).reshape(plan.num_kv_heads, -1)[:, row] * math.log2(math.e)
+
+
+def _divides(block: int, page_size: int) -> bool:
+    return block % page_size == 0 or page_size % block == 0
+
+
+def _check_device() -> None:
+    kind = device_kind()
+    if not any(name in kind for name in DEVICES):
+        raise NotImplementedError(f"wgmma on {kind}; it is of Hopper GPUs: {', '.join(DEVICES)}")
+
+
+def _check_assembler() -> None:
+    """ptxas of CUDA 12.8.0 to 12.9.0 is known to make wrong code of a causal mask between two wgmma
+    (JAX's own attention kernel for Hopper refuses it)."""
+    try:
+        version = importlib.metadata.version(ASSEMBLER)
+    except importlib.metadata.PackageNotFoundError:
+        return
+    parts = tuple(int(x) for x in re.findall(r"\d+", version)[:3])
+    if (12, 8) <= parts < FIRST_SOUND_ASSEMBLER:
+        sound = ".".join(map(str, FIRST_SOUND_ASSEMBLER))
+        raise NotImplementedError(
+            f"ptxas of {ASSEMBLER} {version}, which miscompiles causal masks; install {sound}"
+        )
+
+
+def _check(q, k_pages, v_pages, kv_len, k_scales) -> None:
+    (T, N, H), (_, K, B, lanes), R = q.shape, k_pages.shape, kv_len.shape[0]
+    if T <= R:
+        raise NotImplementedError(
+            f"a step of as many rows as tokens holds no chunk: {R} rows, {T} tokens"
+        )
+    if q.dtype.name not in TYPES:
+        raise NotImplementedError(f"queries of {q.dtype.name}; it takes {', '.join(TYPES)}")
+    for name, pages in (("k", k_pages), ("v", v_pages)):
+        if pages.dtype != q.dtype or k_scales is not None:
+            raise NotImplementedError(
+                f"{name}_pages of {pages.dtype.name} for queries of {q.dtype.name}; it takes pages "
+                f"of the queries' type"
+            )
+    if H not in HEAD_DIMS or lanes != H:
+        raise NotImplementedError(
+            f"head dim {H} in rows of {lanes}; it takes head dims {', '.join(map(str, HEAD_DIMS))} "
+            f"in rows of their own"
+        )
+    if B < LEAST_PAGE or B & (B - 1):
+        raise NotImplementedError(f"pages of {B}; it takes powers of two from {LEAST_PAGE}")
+    if N // K > WARPGROUP_ROWS:
+        raise NotImplementedError(f"{N // K} query heads a KV head; it takes {WARPGROUP_ROWS}")

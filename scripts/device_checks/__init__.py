@@ -1,0 +1,1 @@
+"""Parts of `device_check.py`: what is measured, and the child process that measures it."""

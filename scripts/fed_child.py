@@ -1,0 +1,159 @@
+"""A child process that is fed jobs one at a time and watched, so that a compiler or a kernel that
+crashes or hangs costs one job and not the run.
+
+The child calls `serve`; its standard output is the line to its parent, JSON an event, and whatever
+else writes there goes to standard error instead. The parent holds a `FedChild`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+START_SECONDS = 120  # importing JAX, opening a topology or a device
+LAST_WORDS = 2000
+
+Event = dict[str, Any]
+
+
+def serve(handle: Callable[[Event, Callable[[Event], None]], Event]) -> None:
+    """In the child: answer every job that comes on standard input with `handle(job, tell)`.
+
+    `tell(event)` reports progress, and gives the job its time anew.
+    """
+    line_out = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
+    os.dup2(2, 1)
+
+    def tell(event: Event) -> None:
+        line_out.write(json.dumps(event) + "\n")
+
+    tell({"ready": True})
+    for line in sys.stdin:
+        tell({"done": handle(json.loads(line), tell)})
+
+
+class FedChild:
+    """The parent's end. `ask` starts the process where none runs; `close` ends it."""
+
+    def __init__(self, command: Sequence[str | Path], environment: Mapping[str, str | None]):
+        self.command = [str(part) for part in command]
+        self.environment = environment  # None: without that variable
+        self._process: subprocess.Popen[str] | None = None
+        self._lines: queue.Queue[str] = queue.Queue()
+        self._reader: threading.Thread | None = None
+        self._folder = tempfile.TemporaryDirectory()
+
+    def ask(
+        self,
+        job: Event,
+        seconds: float,
+        on_event: Callable[[Event], None] = lambda event: None,
+        within: float = math.inf,
+    ) -> Event:
+        """The child's answer, or `{"status": "crashed" | "timed out", "reason": ...}`, after which
+        the next job gets a new process. `within` bounds the start of a process and the job
+        together; `seconds` are the job's alone."""
+        end = time.monotonic() + within
+        if self._process is None:
+            self._start()
+            answer = self._listen(min(START_SECONDS, within), on_event, until="ready")
+            if isinstance(answer, dict):
+                return answer
+            seconds = min(seconds, max(0.0, end - time.monotonic()))
+        assert self._process is not None and self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(job) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            return self._ended("crashed", 0)
+        return self._listen(seconds, on_event, until="done")
+
+    def close(self) -> None:
+        """End the process and what it started, and its files."""
+        self._kill()
+        self._folder.cleanup()
+
+    def __enter__(self) -> FedChild:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        folder = Path(self._folder.name)
+        given = os.environ | {"TRITON_CACHE_DIR": str(folder / "triton")} | dict(self.environment)
+        lines: queue.Queue[str] = queue.Queue()
+        with open(folder / "stderr", "wb") as stderr:
+            process = subprocess.Popen(
+                self.command,
+                env={name: value for name, value in given.items() if value is not None},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                start_new_session=True,
+            )
+
+        def read() -> None:
+            assert process.stdout is not None
+            for line in process.stdout:
+                lines.put(line)
+            lines.put("")  # the end
+
+        self._reader = threading.Thread(target=read, daemon=True)
+        self._reader.start()
+        self._process, self._lines = process, lines
+
+    def _listen(self, seconds: float, on_event: Callable[[Event], None], until: str) -> Any:
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                return self._ended("timed out", seconds)
+            if not line:
+                return self._ended("crashed", seconds)
+            event = json.loads(line)
+            if until in event:
+                return event[until]
+            on_event(event)
+            deadline = time.monotonic() + seconds
+
+    def _ended(self, status: str, seconds: float) -> Event:
+        self._kill()
+        path = Path(self._folder.name) / "stderr"
+        last_words = path.read_text("utf-8", "replace").strip()[-LAST_WORDS:]
+        if status == "timed out":
+            return {"status": status, "reason": f"it took over {seconds:g} s", "trace": last_words}
+        lines = [line for line in last_words.splitlines() if line.strip()]
+        reason = lines[-1][:300] if lines else "the process died without a word"
+        return {"status": status, "reason": reason, "trace": last_words}
+
+    def _kill(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:  # ended, and nobody else in its group
+            process.kill()
+        process.wait()
+        assert self._reader is not None
+        self._reader.join(5)
+        for stream in (process.stdin, process.stdout):
+            assert stream is not None
+            try:
+                stream.close()
+            except BrokenPipeError:
+                continue

@@ -1,0 +1,116 @@
+"""What a layer calls: turn, store, attend. Every way to it gives what the parts give one by one."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from jaxinfer.kernels.kv_pages import KVPages, is_quantized, write
+from jaxinfer.kernels.paged_attention import paged_attention, tpu, update
+from jaxinfer.kernels.paged_attention.update import update_and_attend
+from jaxinfer.kernels.rotary import rotate
+
+pytestmark = pytest.mark.conformance
+
+EMULATED = {"tpu": partial(tpu.update_and_attend, interpret=pltpu.InterpretParams())}
+STATIC = ("scale", "window", "soft_cap", "batch_invariant", "backend")
+_in_haste: Any = jax.jit(
+    update_and_attend,
+    static_argnames=STATIC,
+    compiler_options={"xla_backend_optimization_level": 0},
+)
+P, K, B, H, N = 12, 2, 16, 16, 4
+ROWS = [(1, 20), (7, 40), (0, 0), (20, 20)]  # queries, cached tokens with them
+
+
+def step(dtype: str = "float32", num_shared: int = 0) -> tuple[Any, ...]:
+    """Arguments: rows whose new cells hold NaN (or 99); of row 1 the first `num_shared` tokens are
+    not to be stored, and in their pages already."""
+    rng = np.random.default_rng(0)
+    q_len, kv_len = np.array(ROWS, np.int32).T
+    q_start = np.concatenate([[0], np.cumsum(q_len)]).astype(np.int32)
+    T = q_start[-1]
+    table = rng.permutation(P).astype(np.int32).reshape(4, 3)
+    row = np.repeat(np.arange(4), q_len)
+    position = kv_len[row] - (q_start[row + 1] - np.arange(T))
+    page, cell = table[row, position // B], (position % B).astype(np.int32)
+    q, k, v = (jnp.asarray(rng.normal(size=(T, n, H)), jnp.float32) for n in (N, K, K))
+    if is_quantized(dtype):
+        stored = [jnp.asarray(rng.integers(-99, 99, (P, K, B, H)), dtype) for _ in range(2)]
+        scales = [jnp.asarray(rng.random((P, K, B)), jnp.float32) for _ in range(2)]
+    else:
+        stored = [jnp.asarray(rng.normal(size=(P, K, B, H)), dtype) for _ in range(2)]
+        scales = [None, None]
+    pages = KVPages(*stored, *scales)
+    angle = jnp.asarray(rng.normal(size=(T, H // 2)), jnp.float32)
+    rotary = (jnp.cos(angle), jnp.sin(angle))
+    shared = np.flatnonzero(row == 1)[:num_shared]
+    there = np.full(T, P, np.int32)
+    there[shared] = page[shared]
+    pages = write(pages, rotate(k, *rotary), v, jnp.asarray(there), jnp.asarray(cell))
+    page[shared] = P
+    arrays = map(jnp.asarray, (q_start, kv_len, table, page, cell))
+    return q, k, v, pages, *arrays, rotary
+
+
+def in_parts(arguments, rotary, **variant) -> Any:
+    q, k, v, pages, q_start, kv_len, table, page, cell = arguments
+    q, k = rotate(q, *rotary), rotate(k, *rotary)
+    pages = write(pages, k, v, page, cell)
+    out = paged_attention(q, pages, q_start, kv_len, table, backend="reference", **variant)
+    return out, pages
+
+
+WAYS = [
+    ("xla", "float32", {}),
+    ("xla", "int8", {"window": 9}),
+    ("xla", "float32", {"batch_invariant": True}),
+    ("tpu", "float32", {}),
+    ("tpu", "float32", {"window": 9, "soft_cap": 3.0}),
+]
+
+
+@pytest.mark.parametrize("num_shared", [0, 5])
+@pytest.mark.parametrize(("backend", "dtype", "options"), WAYS)
+def test_every_way_gives_what_the_parts_give(backend, dtype, options, num_shared):
+    *arguments, rotary = step(dtype, num_shared)
+    with mock.patch.dict(update.UPDATE_BACKENDS, EMULATED):
+        out, pages = _in_haste(*arguments, rotary=rotary, scale=0.25, backend=backend, **options)
+    options = {name: value for name, value in options.items() if name != "batch_invariant"}
+    expected, stored = in_parts(arguments, rotary, scale=0.25, **options)
+    assert np.linalg.norm(out - expected) <= 1e-5 * np.linalg.norm(expected)
+    kv_len, table = map(np.asarray, arguments[5:7])
+    for got, want in zip(jax.tree.leaves(pages), jax.tree.leaves(stored), strict=True):
+        for r, length in enumerate(kv_len):  # cells behind a row's end may hold anything
+            for p in range(length):
+                at = (table[r, p // B], slice(None), p % B)
+                np.testing.assert_allclose(got[at], want[at], rtol=1e-6, atol=1e-6)
+
+
+def test_what_the_kernel_does_not_store_is_stored_first():
+    """Where the updating kernel declines, as for quantized pages, both parts are called."""
+    *arguments, rotary = step("int8")
+    declines = mock.Mock(side_effect=NotImplementedError("quantized"))
+    with mock.patch.dict(update.UPDATE_BACKENDS, {"xla": declines}):
+        out, _ = update_and_attend(*arguments, rotary=rotary, scale=0.25, backend="xla")
+    assert declines.called
+    expected, _ = in_parts(arguments, rotary, scale=0.25)
+    assert np.linalg.norm(out - expected) <= 1e-5 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("backend", ["xla", "tpu"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"window": 0}, "window is 0"), ({"soft_cap": 0.0}, r"soft_cap is 0\.0")],
+)
+def test_options_out_of_range_are_refused_whoever_would_run_them(backend, options, message):
+    *arguments, rotary = step()
+    with pytest.raises(ValueError, match=message):
+        update_and_attend(*arguments, rotary=rotary, scale=1.0, backend=backend, **options)
