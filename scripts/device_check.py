@@ -55,6 +55,7 @@ def load_cases(
     """`--cases` of every operator that are for the platform, and a row for every module that is
     broken."""
     import kernel_cases
+    from device_checks import plan
 
     found, rows = {}, []
     for name in names:
@@ -64,20 +65,11 @@ def load_cases(
         except ValueError as error:
             rows.append(row | {"status": "broken", "reason": str(error)})
             continue
-        fitting = in_order(cases, platform)
-        found[name] = in_order(cases, platform, CASES.value)
+        fitting = plan.in_order(cases, platform)
+        found[name] = plan.in_order(cases, platform, CASES.value)
         if left := len(fitting) - len(found[name]):
             print(f"{name}: {left} of {len(fitting)} cases are not asked for (--cases)")
     return found, rows
-
-
-def in_order(cases: dict[str, Any], platform: str, limit: int | None = None) -> dict[str, Any]:
-    """Those for the platform, headlines first, `limit` at most."""
-    from kernel_calls import backend_names
-
-    fitting = [name for name, case in cases.items() if backend_names(case, platform)]
-    fitting.sort(key=lambda name: not cases[name].is_headline)
-    return {name: cases[name] for name in fitting[:limit]}
 
 
 def run(names: list[str], folders: list[str]) -> tuple[list[dict[str, Any]], dict[str, Any]]:

@@ -252,10 +252,9 @@ def test_a_child_that_does_not_start_takes_no_more_than_is_left():
 
 
 def test_headline_cases_come_first_and_the_number_stays_a_limit():
-    device_check = importlib.import_module("device_check")
     cases = {"a": toy_case(), "b": toy_case(is_headline=True), "c": toy_case()}
-    assert list(device_check.in_order(cases, "gpu")) == ["b", "a", "c"]
-    assert list(device_check.in_order({"t": toy_case(backends=("tpu",)), **cases}, "gpu", 2)) == [
+    assert list(plan.in_order(cases, "gpu")) == ["b", "a", "c"]
+    assert list(plan.in_order({"t": toy_case(backends=("tpu",)), **cases}, "gpu", 2)) == [
         "b",
         "a",
     ]

@@ -116,6 +116,7 @@ def test_what_triton_cannot_say_is_named_and_left_to_xla(mod, message):
         assert message.startswith("not one") or trace(None).shape == (1, 4, 1, 16)
 
 
+@needs_triton
 def test_a_head_of_another_size_is_left_to_xla():
     with pytest.raises(NoBackendError, match="head dim 48"):
         flash_attention(*[jnp.ones((1, 4, 1, 48))] * 3, scale=1.0, backend="gpu")

@@ -132,3 +132,10 @@ def check_engine(child: FedChild, clock: Clock, rehearse: bool, reserved: float)
         needed = 0.0 if row["is_headline"] else ENGINE_SECONDS
         rows.append(row | clock.ask(child, job, ENGINE_SECONDS, reserved, needed))
     return rows
+
+
+def in_order(cases: Mapping[str, Case], platform: str, limit: int | None = None) -> dict[str, Case]:
+    """Those for the platform, headlines first, `limit` at most."""
+    fitting = [name for name, case in cases.items() if backend_names(case, platform)]
+    fitting.sort(key=lambda name: not cases[name].is_headline)
+    return {name: cases[name] for name in fitting[:limit]}
