@@ -198,8 +198,9 @@ def test_the_front_door_takes_the_kernel_where_it_saves_something(device, T, tak
         monkeypatch.setitem(BACKENDS, name, partial(fake, name))
     chip = AbstractDevice(device_kind=device, num_cores=1, platform="tpu")
     narrow = jax.tree.map(jnp.asarray, quantize(np.ones((2, 32, 8), np.float32), 8))
+    of_silu = partial(gated_mlp, activation="silu")
     with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=chip)):
-        gated_mlp(x, weight, activation="silu")
-        gated_mlp(x, narrow, activation="silu")
-        gated_mlp(x, weight, activation="silu", backend="tpu")
+        jax.eval_shape(of_silu, x, weight)
+        jax.eval_shape(of_silu, x, narrow)
+        jax.eval_shape(partial(of_silu, backend="tpu"), x, weight)
     assert taken == [taker, "tpu", "tpu"]
