@@ -13,6 +13,7 @@ from attention_cases import Shape, make_case, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxinfer.kernels.attention_variant import check_variant
 from jaxinfer.kernels.dispatch import NoBackendError
 from jaxinfer.kernels.kv_pages import KVPages, write_pages
 from jaxinfer.kernels.paged_attention import BACKENDS, api, paged_attention, xla
@@ -172,7 +173,7 @@ def test_variants_out_of_range_are_refused_with_their_value(variant, message):
 def test_numbers_of_heads_must_be_one_a_query_head(name):
     options = {"window": None, "soft_cap": None, "sinks": None, "alibi_slopes": None}
     with pytest.raises(ValueError, match=rf"{name} has shape \(2,\); it must be \(4,\)"):
-        api._check_variant(4, **(options | {name: jnp.zeros(2)}))
+        check_variant(4, **(options | {name: jnp.zeros(2)}))
 
 
 def test_a_backend_can_be_forced_and_an_unknown_one_is_refused():

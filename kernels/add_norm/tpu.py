@@ -16,10 +16,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxinfer.kernels.kv_pages import QUANTIZED
+from jaxinfer.kernels.tpu_chips import MEBI
 from jaxinfer.kernels.tuning import tuned
 
 SUBLANES = 32  # rows of a tile of 8-bit numbers; 16-bit ones have 16, 32-bit ones 8
-MEBI = 2**20
 MAX_VMEM = 12 * MEBI  # of a block's buffers: the smallest chip (v4) has 16 MiB in all
 
 

@@ -29,6 +29,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxinfer.kernels.attention_variant import check_variant
 from jaxinfer.kernels.dispatch import dispatch
 from jaxinfer.kernels.flash_attention import gpu, reference, tpu, xla
 from jaxinfer.kernels.flash_attention.rule import BlockMask, ColumnIntervals, Given, Mod, Rule
@@ -75,7 +76,7 @@ def flash_attention(
     """
     _check_shapes(q, k, v)
     _check_lengths(q, k, q_offset, kv_len, hidden)
-    _check_variant(q.shape[2], window, soft_cap, sinks, alibi_slopes)
+    check_variant(q.shape[2], window, soft_cap, sinks, alibi_slopes)
     if q_offset is None:
         q_offset = k.shape[1] - q.shape[1] if causal else 0
     _check_block_mask(q, k, q_offset, mask_mod, block_mask)
@@ -130,16 +131,6 @@ def _check_lengths(q, k, q_offset, kv_len, hidden) -> None:
                 )
         if shapes[0] != shapes[1]:
             raise ValueError(f"hidden's start {shapes[0]} and end {shapes[1]} differ in shape")
-
-
-def _check_variant(num_heads, window, soft_cap, sinks, alibi_slopes) -> None:
-    for name, of_head in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
-        if of_head is not None and of_head.shape != (num_heads,):
-            raise ValueError(f"{name} has shape {of_head.shape}; it must be ({num_heads},)")
-    if window is not None and window < 1:
-        raise ValueError(f"window is {window}; it must be at least 1 (None: no window)")
-    if soft_cap is not None and not 0 < soft_cap < float("inf"):
-        raise ValueError(f"soft_cap is {soft_cap}; it must be above 0 and finite (None: no cap)")
 
 
 def _check_block_mask(q, k, q_offset, mask_mod, block_mask) -> None:

@@ -23,19 +23,19 @@ from jaxinfer.kernels.gated_mlp.activations import ACTIVATIONS
 from jaxinfer.kernels.grouped_matmul.tpu_weights import (
     LANES,
     WeightTile,
-    check_weight,
+    check_mosaic,
     multiply,
+    room,
     rows_for,
     tile_of,
 )
 from jaxinfer.kernels.grouped_matmul.weights import operands, shape_of
 from jaxinfer.kernels.quantized_matmul.quant_array import QuantArray
+from jaxinfer.kernels.tpu_chips import MEBI, SMALL_VMEM
 from jaxinfer.kernels.tuning import tuned
 
 KEEP_PRODUCTS = ("TPU v4", "TPU v6 lite", "TPU7x")
 KEPT_BYTES = 4 * 2**20  # seen kept: 64 tokens of F = 14336, 3.5 MiB; not kept: 112
-SMALL_VMEM = ("TPU v4",)  # 16 MiB in all; later chips have 64 or more
-MEBI = 2**20
 ROWS = 16  # tokens of a register of bfloat16
 
 
@@ -78,7 +78,7 @@ def tiling_key(x, gate_up, **options: Any) -> str:
 
 def candidates(x, gate_up, **options: Any) -> list[Tiling]:
     """The tilings worth measuring for a call."""
-    return [t for t in _search(x, gate_up) if vmem_bytes(t, x, gate_up) <= _room()]
+    return [t for t in _search(x, gate_up) if vmem_bytes(t, x, gate_up) <= room()]
 
 
 def _search(x, gate_up) -> Iterator[Tiling]:
@@ -89,10 +89,6 @@ def _search(x, gate_up) -> Iterator[Tiling]:
             for columns in (128, 256, 512, 1024):
                 if columns <= F:
                     yield Tiling(tokens, rows, columns)
-
-
-def _room() -> int:
-    return (12 if device_kind() in SMALL_VMEM else 48) * MEBI
 
 
 def saves_nothing(x, gate_up) -> bool:
@@ -127,7 +123,7 @@ def gated_mlp(
         raise ValueError(f"tiles of {tiling.rows} rows do not cover D = {D}")
     needed = vmem_bytes(tiling, x, gate_up)
     if not interpret:
-        _check_mosaic(x, gate_up, needed)
+        check_mosaic(x, gate_up, needed)
     tile = tile_of(gate_up, 2, tiling.rows, tiling.columns)
     num_steps = D // tiling.rows
     specs = [pl.BlockSpec((tiling.tokens, tiling.rows), lambda f, t, d: (t, d))]
@@ -161,17 +157,6 @@ def gated_mlp(
 def _bytes(x, gate_up, num_results: int) -> int:
     sizes = [math.prod(a.shape) * a.dtype.itemsize for a in (x, *operands(gate_up))]
     return sum(sizes) + num_results * x.dtype.itemsize
-
-
-def _check_mosaic(x, gate_up, needed: int) -> None:
-    check_weight(gate_up)
-    if x.dtype == jnp.float16:
-        raise NotImplementedError("Mosaic loads no float16; use bfloat16 or float32")
-    if needed > _room():
-        raise NotImplementedError(
-            f"tiles of {needed / MEBI:.1f} MiB; VMEM has room for {_room() // MEBI}: "
-            f"D has no divisor that is a multiple of {LANES}"
-        )
 
 
 def _kernel(tile: WeightTile, act, has_bias: bool, num_steps: int, *refs) -> None:

@@ -25,17 +25,16 @@ from jaxinfer.kernels.grouped_matmul.tpu_items import Items, work_list
 from jaxinfer.kernels.grouped_matmul.tpu_weights import (
     LANES,
     WeightTile,
-    check_weight,
+    check_mosaic,
     multiply,
+    room,
     rows_for,
     tile_of,
 )
 from jaxinfer.kernels.grouped_matmul.weights import operands, shape_of
+from jaxinfer.kernels.tpu_chips import MEBI, MEGACORE, SMALL_VMEM
 from jaxinfer.kernels.tuning import tuned
 
-SMALL_VMEM = ("TPU v4",)  # 16 MiB in all; later chips have 64 or more
-MEGACORE = ("TPU v4", "TPU v5", "TPU v5p")  # chips whose two cores share the tiles of F
-MEBI = 2**20
 ROWS = 16  # tokens of a register of bfloat16
 
 
@@ -79,7 +78,7 @@ def tiling_key(x, weights, group_sizes, **options: Any) -> str:
 
 def candidates(x, weights, group_sizes, **options: Any) -> list[Tiling]:
     """The tilings worth measuring for a call."""
-    return [t for t in _search(x, weights) if vmem_bytes(t, x, weights) <= _room()]
+    return [t for t in _search(x, weights) if vmem_bytes(t, x, weights) <= room()]
 
 
 def _search(x, weights) -> Iterator[Tiling]:
@@ -89,10 +88,6 @@ def _search(x, weights) -> Iterator[Tiling]:
             for columns in (128, 256, 512, 1024):
                 if columns <= shape_of(weights)[2]:
                     yield Tiling(tokens, rows, columns)
-
-
-def _room() -> int:
-    return (12 if device_kind() in SMALL_VMEM else 48) * MEBI
 
 
 def vmem_bytes(tiling: Tiling, x, weights) -> int:
@@ -118,7 +113,7 @@ def grouped_matmul(
     if D % tiling.rows:
         raise ValueError(f"tiles of {tiling.rows} rows do not cover D = {D}")
     if not interpret:
-        _check_mosaic(x, weights, vmem_bytes(tiling, x, weights))
+        check_mosaic(x, weights, vmem_bytes(tiling, x, weights))
     tile = tile_of(weights, None, tiling.rows, tiling.columns)
     num_steps = D // tiling.rows
     items = work_list(group_sizes, T, tiling.tokens, interpret)
@@ -168,17 +163,6 @@ def _cost(x, weights) -> pl.CostEstimate:
     return pl.CostEstimate(
         flops=2 * T * D * F, bytes_accessed=read + T * F * x.dtype.itemsize, transcendentals=0
     )
-
-
-def _check_mosaic(x, weights, needed: int) -> None:
-    check_weight(weights)
-    if x.dtype == jnp.float16:
-        raise NotImplementedError("Mosaic loads no float16; use bfloat16 or float32")
-    if needed > _room():
-        raise NotImplementedError(
-            f"tiles of {needed / MEBI:.1f} MiB; VMEM has room for {_room() // MEBI}: "
-            f"D has no divisor that is a multiple of {LANES}"
-        )
 
 
 def _kernel(tile: WeightTile, tokens: int, num_steps: int, *refs) -> None:

@@ -15,8 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from jaxinfer.kernels.dispatch import device_kind
 from jaxinfer.kernels.grouped_matmul.weights import shape_of
 from jaxinfer.kernels.quantized_matmul.quant_array import QuantArray
+from jaxinfer.kernels.tpu_chips import MEBI, SMALL_VMEM
 
 LANES = 128
 SUBLANES = 8  # rows of a tile of 32-bit numbers
@@ -130,3 +132,20 @@ def multiply(x: jax.Array, w: jax.Array) -> jax.Array:
     """[t, d] by [d, f] in float32, float32 operands by all of their digits."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return jax.lax.dot(x, w, precision=precision, preferred_element_type=jnp.float32)
+
+
+def room() -> int:
+    """Bytes of VMEM that a kernel's own arrays may take."""
+    return (12 if device_kind() in SMALL_VMEM else 48) * MEBI
+
+
+def check_mosaic(x, weight, needed: int) -> None:
+    """Raises `NotImplementedError` for what Mosaic cannot compile; `needed` bytes of VMEM."""
+    check_weight(weight)
+    if x.dtype == jnp.float16:
+        raise NotImplementedError("Mosaic loads no float16; use bfloat16 or float32")
+    if needed > room():
+        raise NotImplementedError(
+            f"tiles of {needed / MEBI:.1f} MiB; VMEM has room for {room() // MEBI}: "
+            f"D has no divisor that is a multiple of {LANES}"
+        )

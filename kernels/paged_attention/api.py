@@ -35,6 +35,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxinfer.kernels.attention_variant import check_variant
 from jaxinfer.kernels.dispatch import dispatch
 from jaxinfer.kernels.folding import fold_of, unfolding
 from jaxinfer.kernels.kv_pages import KVPages, is_quantized
@@ -150,7 +151,7 @@ def check_call(q, pages: KVPages, q_start, kv_len, page_table, variant: dict[str
     """Raises `ValueError` for shapes that do not fit together and options out of range."""
     _check_shapes(q, pages, q_start, kv_len, page_table)
     of_score = {name: value for name, value in variant.items() if name != "scale"}
-    _check_variant(q.shape[1], **of_score)
+    check_variant(q.shape[1], **of_score)
 
 
 def _check_shapes(q, pages: KVPages, q_start, kv_len, page_table) -> None:
@@ -176,13 +177,3 @@ def _check_shapes(q, pages: KVPages, q_start, kv_len, page_table) -> None:
         )
     if not kv_len.shape[0]:
         raise ValueError("there are 0 rows; there must be at least 1 (an empty one has kv_len 0)")
-
-
-def _check_variant(num_heads, window, soft_cap, sinks, alibi_slopes) -> None:
-    for name, of_head in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
-        if of_head is not None and of_head.shape != (num_heads,):
-            raise ValueError(f"{name} has shape {of_head.shape}; it must be ({num_heads},)")
-    if window is not None and window < 1:
-        raise ValueError(f"window is {window}; it must be at least 1 (None: no window)")
-    if soft_cap is not None and not 0 < soft_cap < float("inf"):
-        raise ValueError(f"soft_cap is {soft_cap}; it must be above 0 and finite (None: no cap)")

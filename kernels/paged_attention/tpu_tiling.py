@@ -9,14 +9,12 @@ import jax.numpy as jnp
 from jaxinfer.kernels.dispatch import device_kind
 from jaxinfer.kernels.folding import LANES, fold_of
 from jaxinfer.kernels.paged_attention.tpu_plan import IDS, TOKEN_RUN
+from jaxinfer.kernels.tpu_chips import MEBI, MEGACORE, SMALL_VMEM
 from jaxinfer.kernels.tuning import tuned
 
 OPERATOR = "paged_attention/tpu"
-SMALL_VMEM = ("TPU v4",)  # 16 MiB in all; later chips have 64 or more
-MEGACORE = ("TPU v4", "TPU v5", "TPU v5p")  # chips whose two cores are one device
 TALL_TILES = ("TPU7x",)  # chips whose VMEM holds bfloat16 in tiles of 16 rows
 SUBLANES = 8  # rows of a tile of VMEM
-MEBI = 2**20
 NARROW = ("bfloat16", "int8", "float8_e4m3fn")  # page types that bfloat16 holds exactly
 
 

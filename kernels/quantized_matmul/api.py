@@ -25,8 +25,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Num
 
 from jaxinfer.kernels.dispatch import dispatch
+from jaxinfer.kernels.kv_pages import QUANTIZED
 from jaxinfer.kernels.quantized_matmul import gpu, reference, tpu, tpu_activations, xla
-from jaxinfer.kernels.quantized_matmul.quant_array import FLOAT8_MAX, QuantArray
+from jaxinfer.kernels.quantized_matmul.quant_array import QuantArray
 
 BACKENDS = {
     "reference": reference.quantized_matmul,
@@ -44,7 +45,6 @@ ACTIVATION_BACKENDS = {
 }
 
 ActivationDtype = Literal["int8", "float8_e4m3fn"]
-LARGEST = {"int8": 127.0, "float8_e4m3fn": FLOAT8_MAX}
 
 
 def quantized_matmul(
@@ -86,7 +86,7 @@ def quantize_activations(
 ) -> tuple[Num[Array, "T D"], Float[Array, "T 1"]]:
     """Values of `dtype` and float32 scales; the formula is in the module's text."""
     return dispatch(
-        "quantize_activations", ACTIVATION_BACKENDS, backend, x, jnp.dtype(dtype), LARGEST[dtype]
+        "quantize_activations", ACTIVATION_BACKENDS, backend, x, jnp.dtype(dtype), QUANTIZED[dtype]
     )
 
 
@@ -97,18 +97,18 @@ def _check(x, weight: QuantArray, activation_dtype, x_scale) -> None:
             f"x [T, D] takes a weight [D, F]"
         )
     name = jnp.dtype(x.dtype).name
-    if (name in LARGEST) != (x_scale is not None):
+    if (name in QUANTIZED) != (x_scale is not None):
         raise ValueError(
             f"x is {name} and x_scale {'missing' if x_scale is None else 'given'}; a scale goes "
-            f"with an x of {' or '.join(LARGEST)}, and only with that"
+            f"with an x of {' or '.join(QUANTIZED)}, and only with that"
         )
-    if name not in LARGEST and not jnp.issubdtype(x.dtype, jnp.floating):
+    if name not in QUANTIZED and not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"x is {name}; it must be floating, int8 or float8_e4m3fn")
     if x_scale is not None and x_scale.shape != (x.shape[0], 1):
         raise ValueError(f"x_scale has shape {x_scale.shape}; it must be {(x.shape[0], 1)}")
-    if activation_dtype not in (None, *LARGEST):
+    if activation_dtype not in (None, *QUANTIZED):
         raise ValueError(
-            f"activation_dtype is {activation_dtype!r}; it must be None, {', '.join(LARGEST)}"
+            f"activation_dtype is {activation_dtype!r}; it must be None, {', '.join(QUANTIZED)}"
         )
     if x_scale is not None and activation_dtype not in (None, name):
         raise ValueError(f"x is {name} already; activation_dtype {activation_dtype!r} differs")

@@ -26,8 +26,10 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Array, Float, UInt8
 
+from jaxinfer.kernels.kv_pages import QUANTIZED
+
 HALF_PACK = 128  # most rows between the two halves of a byte: the lanes of a TPU's register
-FLOAT8_MAX = 448.0  # of float8_e4m3fn
+FLOAT8_MAX = QUANTIZED["float8_e4m3fn"]
 MIDDLE = 8  # of the values 0..15 of four bits
 
 

@@ -22,11 +22,10 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxinfer.kernels.dispatch import device_kind
 from jaxinfer.kernels.quantized_matmul.quant_array import QuantArray
 from jaxinfer.kernels.quantized_matmul.tpu_kernel import Plan, kernel
+from jaxinfer.kernels.tpu_chips import MEBI, SMALL_VMEM
 from jaxinfer.kernels.tuning import tuned
 
 LANES = 128
-MEBI = 2**20
-SMALL_VMEM = ("TPU v4",)  # 16 MiB in all; later chips have 64 or more
 # Chips whose multiplier takes operands of the type, by what their names begin with.
 MULTIPLIES = {
     "int8": ("TPU v5", "TPU v6"),

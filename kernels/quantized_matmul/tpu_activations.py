@@ -11,8 +11,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxinfer.kernels.dispatch import device_kind
+from jaxinfer.kernels.tpu_chips import MEBI
 
-MEBI = 2**20
 TILE_BYTES = 2 * MEBI  # of a tile of tokens in float32
 CONVERTS_FLOAT8 = ("TPU7",)  # from float32; by what the chips' names begin with
 

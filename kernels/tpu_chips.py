@@ -1,0 +1,7 @@
+"""What kernels know of TPUs, by JAX's names for them."""
+
+from __future__ import annotations
+
+SMALL_VMEM = ("TPU v4",)  # 16 MiB in all; later chips have 64 or more
+MEGACORE = ("TPU v4", "TPU v5", "TPU v5p")  # chips whose two cores are one device
+MEBI = 2**20
