@@ -356,7 +356,7 @@ class Engine:
     def _cache_root(self, params: SamplingParams, max_len: int, salt: str) -> bytes | None:
         """None where pages may not be shared: a prompt whose log-probabilities are wanted has to be
         computed whole, and a RoPE scaling past its length limit depends on the prompt's length."""
-        limit = self.model.config.rope.scaling.length_limit
+        limit = self.model.config.length_limit
         if params.prompt_logprobs is not None or (limit is not None and max_len > limit):
             return None
         return root_key(salt, self.name, str(self.runner.cache_dtype))

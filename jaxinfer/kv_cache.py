@@ -34,6 +34,14 @@ class RaggedBatch(NamedTuple):
     write_cell: Int[Array, " T"]
 
 
+class CacheShape(NamedTuple):
+    """What a model stores of a token: one key and one value of H numbers a KV head and layer."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+
 def layout(page_size: int, head_dim: int) -> tuple[int, int]:
     """Rows and lanes of a page: B and H, but folded on a TPU whose lanes H would not fill."""
     return rows_and_lanes(page_size, head_dim) if platform() == "tpu" else (page_size, head_dim)
@@ -49,26 +57,22 @@ def check_layout(page_size: int, dtype) -> None:
         )
 
 
-def allocate(
-    num_layers: int, num_pages: int, num_kv_heads: int, page_size: int, head_dim: int, dtype
-) -> tuple[KVPages, ...]:
-    """`num_layers` layers of zeroed pages, with scales where the type is a quantized one."""
-    shape = (num_pages, num_kv_heads, *layout(page_size, head_dim))
-    scales = (num_pages, num_kv_heads, page_size) if is_quantized(dtype) else None
+def allocate(cache: CacheShape, *, num_pages: int, page_size: int, dtype) -> tuple[KVPages, ...]:
+    """Zeroed pages of every layer, with scales where the type is a quantized one."""
+    shape = (num_pages, cache.num_kv_heads, *layout(page_size, cache.head_dim))
+    scales = (num_pages, cache.num_kv_heads, page_size) if is_quantized(dtype) else None
 
     def layer() -> KVPages:
         stored = [jnp.zeros(shape, dtype) for _ in range(2)]
         return KVPages(*stored, *(jnp.ones(scales, jnp.float32) for _ in range(2) if scales))
 
-    return tuple(layer() for _ in range(num_layers))
+    return tuple(layer() for _ in range(cache.num_layers))
 
 
-def page_bytes(
-    num_layers: int, num_kv_heads: int, page_size: int, head_dim: int, dtype: jnp.dtype
-) -> int:
+def page_bytes(cache: CacheShape, *, page_size: int, dtype) -> int:
     """Bytes that one page takes over all layers: keys, values and their scales."""
-    one = jax.eval_shape(lambda: allocate(1, 1, num_kv_heads, page_size, head_dim, dtype))
-    return num_layers * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(one))
+    one = jax.eval_shape(lambda: allocate(cache, num_pages=1, page_size=page_size, dtype=dtype))
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(one))
 
 
 def ragged_batch(

@@ -158,18 +158,14 @@ class Runner:
         )
 
     def _plan_memory(self) -> MemoryPlan:
-        config, cache = self.model.config, self.config.cache
+        cache = self.config.cache
         limit = device_limit(jax.devices()[0])
         page_bytes = kv_cache.page_bytes(
-            config.num_layers,
-            config.num_kv_heads,
-            cache.page_size,
-            config.head_dim,
-            self.cache_dtype,
+            self.model.config.cache, page_size=cache.page_size, dtype=self.cache_dtype
         )
         return plan_pages(
             cache,
-            weight_bytes=sum(w.nbytes for w in self.weights),
+            weight_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(self.weights)),
             temporary_bytes=0 if limit is None else self._temporary_bytes(),
             page_bytes=page_bytes,
             min_tokens=2,

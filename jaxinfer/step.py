@@ -78,19 +78,13 @@ def initial_state(
     cache_dtype,
 ) -> EngineState:
     """Zeroed pages and tables, every slot unused."""
-    config = model.config
     return EngineState(
         pages=kv_cache.allocate(
-            config.num_layers,
-            num_pages,
-            config.num_kv_heads,
-            page_size,
-            config.head_dim,
-            cache_dtype,
+            model.config.cache, num_pages=num_pages, page_size=page_size, dtype=cache_dtype
         ),
         last_token=jnp.zeros(num_slots, jnp.int32),
         page_table=jnp.zeros((num_slots, -(-max_len // page_size)), jnp.int32),
-        sampling=init_slots(num_slots, config.vocab_size),
+        sampling=init_slots(num_slots, model.config.vocab_size),
     )
 
 

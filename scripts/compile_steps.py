@@ -14,7 +14,7 @@ from jaxinfer import kv_cache, step
 from jaxinfer.batch import StepShape, packed_size
 from jaxinfer.config import EngineConfig, load_config
 from jaxinfer.memory import MemoryPlan, plan_pages
-from jaxinfer.models.decoder import DecoderConfig
+from jaxinfer.models.decoder import DecoderConfig, LayerConfig
 from jaxinfer.models.functional import FunctionalModel
 from jaxinfer.models.llama import LLAMA
 from jaxinfer.nn.layers import Numerics
@@ -31,7 +31,8 @@ def decoder_config(model: dict[str, Any]) -> DecoderConfig:
     """From a table of `[models]` in the matrix."""
     values = dict(model)
     rope = Rope(values.pop("rope_theta"), values["head_dim"])
-    return DecoderConfig(rope=rope, **values)
+    layer = LayerConfig(rope, values.pop("ffn_dim"))
+    return DecoderConfig(layers=(layer,), **values)
 
 
 class StepProgram:
@@ -47,11 +48,7 @@ class StepProgram:
         self.model = FunctionalModel(LLAMA, model, numerics)
         self.max_len = min(model.max_len, config.max_len or model.max_len)
         self.page_bytes = kv_cache.page_bytes(
-            model.num_layers,
-            model.num_kv_heads,
-            config.cache.page_size,
-            model.head_dim,
-            self.cache_dtype,
+            model.cache, page_size=config.cache.page_size, dtype=self.cache_dtype
         )
 
     @property

@@ -41,15 +41,10 @@ def tiny(variant: str, numerics: Numerics | None = None) -> tuple[FunctionalMode
 
 @partial(jax.jit, static_argnames=("model",))
 def _all_logits(weights, token_ids, prompt_len, *, model):
-    T, config = token_ids.shape[0], model.config
+    T = token_ids.shape[0]
     num_pages = T // PAGE_SIZE
     pages = kv_cache.allocate(
-        config.num_layers,
-        num_pages,
-        config.num_kv_heads,
-        PAGE_SIZE,
-        config.head_dim,
-        model.numerics.dtype,
+        model.config.cache, num_pages=num_pages, page_size=PAGE_SIZE, dtype=model.numerics.dtype
     )
     batch = kv_cache.ragged_batch(
         T,

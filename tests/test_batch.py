@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from jaxinfer.batch import ON_DEVICE, StepInputs, StepShape, build, packed_size, unpack
 from jaxinfer.config import EngineConfig, from_mapping
-from jaxinfer.kv_cache import allocate, page_bytes, ragged_batch
+from jaxinfer.kv_cache import CacheShape, allocate, page_bytes, ragged_batch
 from jaxinfer.pages import PagePool, root_key
 from jaxinfer.policies import POLICIES
 from jaxinfer.request import FinishReason, Request
@@ -172,14 +172,14 @@ def test_the_device_derives_positions_and_cells_from_the_rows():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8", "float8_e4m3fn"])
 def test_page_bytes_are_what_the_pages_take(dtype):
-    shape = {"num_layers": 3, "num_kv_heads": 2, "page_size": 8, "head_dim": 4}
-    layers = allocate(num_pages=5, dtype=jnp.dtype(dtype), **shape)
+    shape = {"cache": CacheShape(3, 2, 4), "page_size": 8, "dtype": jnp.dtype(dtype)}
+    layers = allocate(num_pages=5, **shape)
     assert len(layers) == 3 and {layer.k.shape for layer in layers} == {(5, 2, 8, 4)}
     assert {layer.v.dtype.name for layer in layers} == {dtype}
     scales = {None if layer.k_scales is None else layer.k_scales.shape for layer in layers}
     assert scales == {None if dtype == "bfloat16" else (5, 2, 8)}
     total = sum(array.nbytes for array in jax.tree.leaves(layers))
-    assert total == 5 * page_bytes(dtype=jnp.dtype(dtype), **shape)
+    assert total == 5 * page_bytes(**shape)
 
 
 @settings(deadline=None, max_examples=100)

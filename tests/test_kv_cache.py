@@ -29,7 +29,9 @@ def test_pages_are_folded_for_a_tpu_alone():
     with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
         assert kv_cache.layout(64, 64) == (32, 128)
         assert kv_cache.layout(64, 128) == (64, 128)
-        padded = kv_cache.page_bytes(1, 1, 64, 96, jnp.dtype("float32"))
+        padded = kv_cache.page_bytes(
+            kv_cache.CacheShape(1, 1, 96), page_size=64, dtype=jnp.dtype("float32")
+        )
         assert padded == 2 * 64 * 128 * 4, "padding counts"
     assert plain == (64, 64)
 

@@ -40,7 +40,7 @@ def functional_model(checkpoint: Checkpoint, numerics: Numerics) -> FunctionalMo
         raise CheckpointError(
             f"{checkpoint.path}: {key} is {name!r}; this build runs {', '.join(sorted(families))}"
         )
-    read = family.config_from_gguf if checkpoint.format == "gguf" else family.config_from_hf
+    read: Any = family.config_from_gguf if checkpoint.format == "gguf" else family.config_from_hf
     try:
         config = read(checkpoint.metadata, checkpoint.tensors)
     except (ValueError, TypeError, ArithmeticError, KeyError) as error:
@@ -66,13 +66,13 @@ def load_weights(
     map. `on_progress` gets the bytes of each parameter as it is done.
     """
     family = model.family
-    table = family.gguf_weights if checkpoint.format == "gguf" else family.hf_weights
-    sources = _match(checkpoint, model, table)
+    weights_of: Any = family.gguf_weights if checkpoint.format == "gguf" else family.hf_weights
+    sources = _match(checkpoint, model, weights_of(model.config))
 
     def load(spec: ParameterSpec, parts: list[Part], transform: Transform) -> jax.Array:
         buffer = _aligned_empty(spec.dims, spec.dtype)
         for tensor, dims, target in parts:
-            values = np.asarray(transform.apply(tensor.read(spec.dtype), dims))
+            values = np.asarray(transform.read(tensor.read(spec.dtype), dims))
             _fill(buffer[target], values, f"{checkpoint.path}: {tensor.name}")
         array = jax.device_put(buffer.reshape(spec.shape))
         on_progress(spec.nbytes)
@@ -115,7 +115,7 @@ def _match(
 ) -> list[tuple[ParameterSpec, list[Part], Transform]]:
     problems, sources, used = [], [], set()
     for spec in model.parameters:
-        stored, transform = table.lookup(spec.path)
+        stored, transform = table.lookup(spec.path, spec.dims)
         is_whole = isinstance(stored, str)
         dims, parts = spec.dims if is_whole else spec.dims[1:], []
         for i, name in enumerate([stored] if is_whole else stored):

@@ -1,4 +1,4 @@
-"""The decoder of the Llama-like families: pre-norm blocks of attention and a gated MLP.
+"""The decoder of the Llama-like families: blocks of attention and a gated MLP.
 
 One file for all of them, told apart by `DecoderConfig`; a family that differs in structure gets a
 file of its own. Layers are a Python list, unrolled in the jit (compiled for an H100, a `lax.scan`
@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +18,19 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.kernels.kv_pages import KVPages
-from jaxinfer.kv_cache import RaggedBatch
-from jaxinfer.nn.attention import Attention
+from jaxinfer.kv_cache import CacheShape, RaggedBatch
+from jaxinfer.nn.attention import Attention, AttentionConfig, QKNorm
 from jaxinfer.nn.layers import Embedding, GatedMLP, Linear, Numerics, RMSNorm, tokenwise
 from jaxinfer.nn.rope import Rope
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerConfig:
+    """What may differ from layer to layer."""
+
+    rope: Rope | None  # None: the layer knows no positions
+    ffn_dim: int
+    window: int | None = None  # attention sees so many tokens back; None: all
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,63 +43,114 @@ class DecoderConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    ffn_dim: int
     max_len: int  # positions the model was made for
-    rope: Rope
+    layers: tuple[LayerConfig, ...]  # layer i is layers[i % len(layers)]
     norm_eps: float = 1e-6
+    norm_offset: float = 0.0  # a norm multiplies by offset + weight
+    # Norms before attention and MLP, after them (OLMo 2), or on both sides (Gemma 2).
+    norms: Literal["before", "after", "around"] = "before"
+    qk_norm: Literal["head", "all"] | None = None
     activation: str = "silu"
     is_tied: bool = False  # the head is the embedding
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
+    has_sinks: bool = False
+    attention_scale: float | None = None  # None: head_dim ** -0.5
+    attention_soft_cap: float | None = None
+    logits_soft_cap: float | None = None
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # of what attention and MLP add to the residual stream
+    logits_scale: float = 1.0
 
     def __post_init__(self):
+        whole = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.type == "int"}
+        whole |= {f"layers[{i}].ffn_dim": layer.ffn_dim for i, layer in enumerate(self.layers)}
+        windows = {f"layers[{i}].window": layer.window for i, layer in enumerate(self.layers)}
+        whole |= {name: window for name, window in windows.items() if window is not None}
         wrong = [
-            f"{field.name} is {value!r}; it must be a whole number of at least 1"
-            for field in dataclasses.fields(self)
-            if field.type == "int"
-            and (type(value := getattr(self, field.name)) is not int or value < 1)
+            f"{name} is {value!r}; it must be a whole number of at least 1"
+            for name, value in whole.items()
+            if type(value) is not int or value < 1
         ]
         if not wrong and self.num_heads % self.num_kv_heads:
             wrong.append(
                 f"num_heads {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}"
             )
-        if not wrong and (self.rope.dim % 2 or not 2 <= self.rope.dim <= self.head_dim):
-            wrong.append(
-                f"rope.dim is {self.rope.dim}; it must be even, from 2 to head_dim {self.head_dim}"
-            )
+        dims = {layer.rope.dim for layer in self.layers if layer.rope is not None}
+        wrong += [
+            f"rope.dim is {dim}; it must be even, from 2 to head_dim {self.head_dim}"
+            for dim in sorted(dims)
+            if not wrong and (dim % 2 or not 2 <= dim <= self.head_dim)
+        ]
         if not 0 < self.norm_eps < 1:
             wrong.append(f"norm_eps is {self.norm_eps}; it must lie between 0 and 1")
+        if not self.layers:
+            wrong.append("layers is empty; it needs at least one")
         if wrong:
             raise ValueError(
                 "the model's configuration does not hold together: " + "; ".join(wrong)
             )
 
+    @property
+    def cache(self) -> CacheShape:
+        """What the KV cache stores of a token."""
+        return CacheShape(self.num_layers, self.num_kv_heads, self.head_dim)
+
+    @property
+    def length_limit(self) -> int | None:
+        """Up to so many tokens, what a token computes does not depend on the prompt's length."""
+        ropes = [layer.rope for layer in self.layers if layer.rope is not None]
+        limits = [rope.scaling.length_limit for rope in ropes]
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    def layer(self, index: int) -> LayerConfig:
+        return self.layers[index % len(self.layers)]
+
+    def attention(self, layer: LayerConfig) -> AttentionConfig:
+        norm = self.qk_norm
+        return AttentionConfig(
+            self.model_dim,
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            scale=self.attention_scale,
+            window=layer.window,
+            soft_cap=self.attention_soft_cap,
+            qkv_bias=self.qkv_bias,
+            out_bias=self.out_bias,
+            qk_norm=None if norm is None else QKNorm(norm, self.norm_eps, self.norm_offset),
+            has_sinks=self.has_sinks,
+        )
+
 
 class Block(nnx.Module):
-    """`x += attention(norm(x)); x += mlp(norm(x))`."""
+    """`x += attention(norm(x)); x += mlp(norm(x))`, with norms before, after or around them."""
 
-    def __init__(self, config: DecoderConfig, numerics: Numerics):
+    def __init__(self, config: DecoderConfig, layer: LayerConfig, numerics: Numerics):
         self.numerics = numerics
-        D, eps = config.model_dim, config.norm_eps
-        self.attention_norm = RMSNorm(D, eps, numerics)
-        self.attention = Attention(
-            D,
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            numerics,
-            qkv_bias=config.qkv_bias,
-            out_bias=config.out_bias,
+        self.residual_scale = config.residual_scale
+        before = partial(self._norm, config, config.norms != "after")
+        after = partial(self._norm, config, config.norms != "before")
+        self.attention_norm = before()
+        self.attention = Attention(config.attention(layer), numerics)
+        self.attention_post_norm = after()
+        self.mlp_norm = before()
+        self.mlp = GatedMLP(
+            config.model_dim, layer.ffn_dim, config.activation, numerics, bias=config.mlp_bias
         )
-        self.mlp_norm = RMSNorm(D, eps, numerics)
-        self.mlp = GatedMLP(D, config.ffn_dim, config.activation, numerics, bias=config.mlp_bias)
+        self.mlp_post_norm = after()
+
+    def _norm(self, config: DecoderConfig, is_there: bool) -> RMSNorm | None:
+        if not is_there:
+            return None
+        return RMSNorm(config.model_dim, config.norm_eps, self.numerics, offset=config.norm_offset)
 
     def __call__(
         self,
         update: Float[Array, "T D"],
         residual: Float[Array, "T D"] | None,
-        angles: tuple[Float[Array, "T half"], Float[Array, "T half"]],
+        angles: tuple[Float[Array, "T half"], Float[Array, "T half"]] | None,
         batch: RaggedBatch,
         pages: KVPages,
     ) -> tuple[Float[Array, "T D"], Float[Array, "T D"], KVPages]:
@@ -102,13 +163,26 @@ class Block(nnx.Module):
         return update, total, pages
 
     def _before(self, update, residual=None):
-        normed, residual = self.attention_norm.after(update, residual)
+        normed, residual = _entering(self.attention_norm, update, residual)
         return *self.attention.project_in(normed), residual
 
     def _after(self, attended, residual):
         update = self.attention.project_out(attended)
-        normed, residual = self.mlp_norm.after(update, residual)
-        return self.mlp(normed), residual
+        update = self._leaving(self.attention_post_norm, update)
+        normed, residual = _entering(self.mlp_norm, update, residual)
+        return self._leaving(self.mlp_post_norm, self.mlp(normed)), residual
+
+    def _leaving(self, norm: RMSNorm | None, update: jax.Array) -> jax.Array:
+        update = update if norm is None else norm(update)
+        return update if self.residual_scale == 1 else update * self.residual_scale
+
+
+def _entering(norm: RMSNorm | None, update, residual):
+    """What a sublayer takes, and the residual stream it takes it from."""
+    if norm is not None:
+        return norm.after(update, residual)
+    total = update if residual is None else residual + update
+    return total, total
 
 
 # Not a program of its own: jit remembers the trace by the block's structure, so 30 equal layers are
@@ -116,7 +190,8 @@ class Block(nnx.Module):
 # so that what all layers derive from the batch is computed once (Llama-3-8B compiled for a v5p: 42
 # launches a layer otherwise, 21 so).
 @partial(jax.jit, static_argnames=("graph",), inline=True)
-def _run_block(graph, weights, update, residual, angles, batch, pages):
+def run_block(graph, weights, update, residual, angles, batch, pages):
+    """`block(update, residual, angles, batch, pages)` of a block that `nnx.split` cut in two."""
     return nnx.merge(graph, weights)(update, residual, angles, batch, pages)
 
 
@@ -127,8 +202,9 @@ class Decoder(nnx.Module):
         self.config = config
         self.numerics = numerics
         self.embed = Embedding(config.vocab_size, config.model_dim, numerics)
-        self.blocks = nnx.List([Block(config, numerics) for _ in range(config.num_layers)])
-        self.norm = RMSNorm(config.model_dim, config.norm_eps, numerics)
+        layers = map(config.layer, range(config.num_layers))
+        self.blocks = nnx.List([Block(config, layer, numerics) for layer in layers])
+        self.norm = RMSNorm(config.model_dim, config.norm_eps, numerics, offset=config.norm_offset)
         dims, axes = (config.model_dim, config.vocab_size), ("model", "vocab")
         self.head = None if config.is_tied else Linear(dims, axes, numerics)
 
@@ -137,16 +213,24 @@ class Decoder(nnx.Module):
     ) -> tuple[Float[Array, "T D"], tuple[KVPages, ...]]:
         """Hidden states of every token; pages with the new keys and values."""
         update, residual = self.embed(token_ids), None
-        angles = tokenwise(self.numerics, self.config.rope.angles, batch.positions, batch.rope_len)
+        if self.config.embedding_scale != 1:  # rounded first, as the reference does
+            update = update * jnp.asarray(self.config.embedding_scale, update.dtype)
+        ropes = [self.config.layer(i).rope for i in range(self.config.num_layers)]
+        angles = {rope: self._angles(rope, batch) for rope in dict.fromkeys(ropes)}
         new_pages = []
         for i, (block, layer_pages) in enumerate(zip(self.blocks, pages, strict=True)):
             with jax.named_scope(f"block_{i}"):
                 graph, weights = nnx.split(block)
-                update, residual, layer_pages = _run_block(
-                    graph, weights, update, residual, angles, batch, layer_pages
+                update, residual, layer_pages = run_block(
+                    graph, weights, update, residual, angles[ropes[i]], batch, layer_pages
                 )
             new_pages.append(layer_pages)
         return (update if residual is None else residual + update), tuple(new_pages)
+
+    def _angles(self, rope: Rope | None, batch: RaggedBatch):
+        if rope is None:
+            return None
+        return tokenwise(self.numerics, rope.angles, batch.positions, batch.rope_len)
 
     def logits(self, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
         """Next-token logits, float32, of hidden states that `__call__` returned."""
@@ -155,5 +239,9 @@ class Decoder(nnx.Module):
     def _logits(self, hidden):
         normed = self.norm(hidden)
         if self.head is None:
-            return self.embed.logits(normed)
-        return self.head(normed, accumulate=jnp.float32)
+            logits = self.embed.logits(normed)
+        else:
+            logits = self.head(normed, accumulate=jnp.float32)
+        cap, scale = self.config.logits_soft_cap, self.config.logits_scale
+        logits = logits if scale == 1 else logits * scale
+        return logits if cap is None else cap * jnp.tanh(logits / cap)

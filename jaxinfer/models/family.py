@@ -16,12 +16,26 @@ from jaxinfer.nn.layers import Numerics
 Shape = tuple[int, ...]
 
 
+Rows = slice | np.ndarray
+
+
 @dataclasses.dataclass(frozen=True)
 class Transform:
-    """From a stored tensor to a parameter: the stored shape it expects, and the change."""
+    """From a stored tensor to a parameter: the stored shape it expects, and the change.
+
+    `rows` says which of the tensor's rows (its first axis) are wanted, in which order: of a fused
+    tensor some, of a permuted one all. `is_matrix`: it is stored as [outputs, inputs], and wanted
+    the other way round, so that rows are outputs; quantized weights are read by these two alone.
+    """
 
     stored_shape: Callable[[Shape], Shape]
     apply: Callable[[np.ndarray, Shape], np.ndarray]
+    rows: Callable[[Shape], Rows] | None = None
+    is_matrix: bool = False
+
+    def read(self, stored: np.ndarray, shape: Shape) -> np.ndarray:
+        """The parameter of `shape` out of the stored tensor."""
+        return self.apply(stored if self.rows is None else stored[self.rows(shape)], shape)
 
 
 def _flat_after(axis: int) -> Callable[[Shape], Shape]:
@@ -29,38 +43,58 @@ def _flat_after(axis: int) -> Callable[[Shape], Shape]:
     return lambda shape: (math.prod(shape[axis:]), math.prod(shape[:axis]))
 
 
+def _flat(shape: Shape) -> Shape:
+    return (math.prod(shape),)
+
+
 def _transposed(stored: np.ndarray, shape: Shape) -> np.ndarray:
     return stored.T.reshape(shape)
 
 
-def _halves_from_pairs(stored: np.ndarray, shape: Shape) -> np.ndarray:
+def _reshaped(stored: np.ndarray, shape: Shape) -> np.ndarray:
+    return stored.reshape(shape)
+
+
+def halves_from_pairs(shape: Shape) -> np.ndarray:
     """Undo the GGUF converter's reordering of q and k rows, per head from (0, 1), (2, 3), ...
     (adjacent pairs turn together) back to (0, H/2), (1, H/2 + 1), ... (halves)."""
     heads, head_dim = shape[-2:]
-    rows = stored.reshape(heads, head_dim // 2, 2, -1).swapaxes(1, 2)
-    return rows.reshape(heads * head_dim, -1)
+    rows = np.arange(heads * head_dim).reshape(heads, head_dim // 2, 2)
+    return rows.swapaxes(1, 2).reshape(-1)
 
 
 AS_STORED = Transform(lambda shape: shape, lambda stored, shape: stored)
-RESHAPED = Transform(lambda shape: (math.prod(shape),), lambda stored, shape: stored.reshape(shape))
+RESHAPED = Transform(_flat, _reshaped)
 # [out, in] -> [in, *out]: gate, up, down, head, and q, k, v with their heads unfolded.
-LINEAR = Transform(_flat_after(1), _transposed)
+LINEAR = Transform(_flat_after(1), _transposed, is_matrix=True)
 # [out, in] -> [*in, out] with two input axes: the attention's output projection.
-LINEAR_FROM_HEADS = Transform(_flat_after(2), _transposed)
-LINEAR_PAIRED = Transform(
-    _flat_after(1), lambda stored, shape: _transposed(_halves_from_pairs(stored, shape), shape)
-)
-BIAS_PAIRED = Transform(
-    lambda shape: (math.prod(shape),),
-    lambda stored, shape: _halves_from_pairs(stored, shape).reshape(shape),
-)
+LINEAR_FROM_HEADS = Transform(_flat_after(2), _transposed, is_matrix=True)
+LINEAR_PAIRED = dataclasses.replace(LINEAR, rows=halves_from_pairs)
+BIAS_PAIRED = dataclasses.replace(RESHAPED, rows=halves_from_pairs)
+
+
+def part_of(transform: Transform, start: int, total: int) -> Transform:
+    """`transform` of a tensor that lies in a fused one of `total` rows, from row `start` on."""
+    assert transform.rows is None
+
+    def stored_shape(shape: Shape) -> Shape:
+        return (total, *transform.stored_shape(shape)[1:])
+
+    def rows(shape: Shape) -> Rows:
+        return slice(start, start + transform.stored_shape(shape)[0])
+
+    return dataclasses.replace(transform, stored_shape=stored_shape, rows=rows)
+
+
+EACH = "{}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
     """One row of a weight table: parameter path (regex), stored name (template), transform.
 
-    Of several stored names, each is one item of the parameter's first dimension.
+    Of several stored names, each is one item of the parameter's first dimension; a name with `{}`
+    stands for one name an item, with the item's number in place of the braces.
     """
 
     path: str
@@ -75,13 +109,16 @@ class WeightTable:
     weights: tuple[Weight, ...]
     ignored: tuple[str, ...] = ()
 
-    def lookup(self, path: str) -> tuple[str | tuple[str, ...], Transform]:
+    def lookup(self, path: str, dims: Shape) -> tuple[str | tuple[str, ...], Transform]:
         """The stored names and transform of the parameter at `path`; `KeyError` without any."""
         for weight in self.weights:
             if match := re.fullmatch(weight.path, path):
-                if isinstance(weight.stored, str):
-                    return match.expand(weight.stored), weight.transform
-                return tuple(map(match.expand, weight.stored)), weight.transform
+                if isinstance(weight.stored, tuple):
+                    return tuple(map(match.expand, weight.stored)), weight.transform
+                name = match.expand(weight.stored)
+                if EACH not in name:
+                    return name, weight.transform
+                return tuple(name.replace(EACH, str(i)) for i in range(dims[0])), weight.transform
         raise KeyError(path)
 
     def is_ignored(self, stored: str) -> bool:
@@ -93,13 +130,18 @@ class Family:
     """A row of the registry (`models/__init__.py`).
 
     `config_from_hf` takes config.json's dict; `config_from_gguf` the file's key-values and its
-    tensors' readers. Both return the family's config or raise `ValueError` naming what does not
-    fit. `build(config, numerics)` makes the module; called under `nnx.eval_shape`.
+    tensors' readers (None: no GGUF files of this family). Both return the family's config or raise
+    `ValueError` naming what does not fit. `build(config, numerics)` makes the module; called under
+    `nnx.eval_shape`. The tables are functions of the config, since where a fused tensor is cut
+    depends on it.
+
+    A decoder's config has `vocab_size`, `num_layers`, `max_len`, `cache` (`kv_cache.CacheShape`)
+    and `length_limit` (`DecoderConfig`); its module is called and has `logits` as `Decoder` does.
     """
 
     name: str
     build: Callable[[Any, Numerics], nnx.Module]
     config_from_hf: Callable[[Mapping[str, Any], Mapping[str, Any]], Any]
-    config_from_gguf: Callable[[Mapping[str, Any], Mapping[str, Any]], Any]
-    hf_weights: WeightTable
-    gguf_weights: WeightTable
+    hf_weights: Callable[[Any], WeightTable]
+    config_from_gguf: Callable[[Mapping[str, Any], Mapping[str, Any]], Any] | None = None
+    gguf_weights: Callable[[Any], WeightTable] | None = None

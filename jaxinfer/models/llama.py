@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxinfer.kernels.gated_mlp.activations import ACTIVATIONS
-from jaxinfer.models.decoder import Decoder, DecoderConfig
+from jaxinfer.models.decoder import Decoder, DecoderConfig, LayerConfig
 from jaxinfer.models.family import (
     BIAS_PAIRED,
     LINEAR,
@@ -149,9 +149,8 @@ def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Dec
         num_heads=num_heads,
         num_kv_heads=config.get("num_key_value_heads") or num_heads,
         head_dim=head_dim,
-        ffn_dim=config["intermediate_size"],
         max_len=max_len,
-        rope=rope_from_hf(config, head_dim, max_len),
+        layers=(LayerConfig(rope_from_hf(config, head_dim, max_len), config["intermediate_size"]),),
         norm_eps=config.get("rms_norm_eps", 1e-6),
         activation=activation,
         is_tied=bool(config.get("tie_word_embeddings", False)),
@@ -200,9 +199,12 @@ def config_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) ->
         num_heads=num_heads,
         num_kv_heads=key("attention.head_count_kv", num_heads),
         head_dim=head_dim,
-        ffn_dim=key("feed_forward_length"),
         max_len=key("context_length"),
-        rope=rope_from_gguf(metadata, "llama", head_dim, tensors),
+        layers=(
+            LayerConfig(
+                rope_from_gguf(metadata, "llama", head_dim, tensors), key("feed_forward_length")
+            ),
+        ),
         norm_eps=key("attention.layer_norm_rms_epsilon"),
         is_tied="output.weight" not in tensors,
         qkv_bias="blk.0.attn_q.bias" in tensors,
@@ -216,6 +218,6 @@ LLAMA = Family(
     build=Decoder,
     config_from_hf=config_from_hf,
     config_from_gguf=config_from_gguf,
-    hf_weights=HF_WEIGHTS,
-    gguf_weights=GGUF_WEIGHTS,
+    hf_weights=lambda config: HF_WEIGHTS,
+    gguf_weights=lambda config: GGUF_WEIGHTS,
 )

@@ -2,56 +2,88 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxinfer.kernels.kv_pages import KVPages
 from jaxinfer.kernels.paged_attention.update import Rotary, update_and_attend
 from jaxinfer.kv_cache import RaggedBatch
-from jaxinfer.nn.layers import Linear, Numerics
+from jaxinfer.nn.layers import Linear, Numerics, RMSNorm, parameter
+
+
+@dataclasses.dataclass(frozen=True)
+class QKNorm:
+    """An RMSNorm of queries and keys before they are turned: of each head by itself (Qwen 3), or of
+    all heads as one vector (OLMo 2)."""
+
+    of: Literal["head", "all"]
+    eps: float
+    offset: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionConfig:
+    """Shape and variant of a layer's attention: multi-head, grouped-query or multi-query. The
+    options of the score are those of `kernels/paged_attention/api.py`."""
+
+    dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float | None = None  # None: head_dim ** -0.5
+    window: int | None = None
+    soft_cap: float | None = None
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: QKNorm | None = None
+    has_sinks: bool = False
+    has_alibi: bool = False
 
 
 class Attention(nnx.Module):
-    """Multi-head, grouped-query or multi-query attention with rotary positions, in three parts:
-    what each token does alone, what it does with its row's cache, and alone again."""
+    """Attention in three parts: what each token does alone, what it does with its row's cache, and
+    alone again."""
 
-    def __init__(
-        self,
-        dim: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        numerics: Numerics,
-        *,
-        qkv_bias: bool,
-        out_bias: bool,
-    ):
+    def __init__(self, config: AttentionConfig, numerics: Numerics):
+        self.config = config
         self.numerics = numerics
-        self.scale = head_dim**-0.5
-        D, N, K, H = dim, num_heads, num_kv_heads, head_dim
+        D, N, K, H = config.dim, config.num_heads, config.num_kv_heads, config.head_dim
         q_axes, kv_axes = ("model", "heads", "head_dim"), ("model", "kv_heads", "head_dim")
-        self.q = Linear((D, N, H), q_axes, numerics, has_bias=qkv_bias)
-        self.k = Linear((D, K, H), kv_axes, numerics, has_bias=qkv_bias)
-        self.v = Linear((D, K, H), kv_axes, numerics, has_bias=qkv_bias)
+        self.q = Linear((D, N, H), q_axes, numerics, has_bias=config.qkv_bias)
+        self.k = Linear((D, K, H), kv_axes, numerics, has_bias=config.qkv_bias)
+        self.v = Linear((D, K, H), kv_axes, numerics, has_bias=config.qkv_bias)
         out_axes = ("heads", "head_dim", "model")
-        self.o = Linear((N, H, D), out_axes, numerics, num_inputs=2, has_bias=out_bias)
+        self.o = Linear((N, H, D), out_axes, numerics, num_inputs=2, has_bias=config.out_bias)
+        self.q_norm = self._norm_of(N, "heads")
+        self.k_norm = self._norm_of(K, "kv_heads")
+        self.sinks = parameter((N,), ("heads",), numerics) if config.has_sinks else None
 
     def project_in(
         self, x: Float[Array, "T D"]
     ) -> tuple[Float[Array, "T N H"], Float[Array, "T K H"], Float[Array, "T K H"]]:
         """Queries, keys and values, not yet turned to their positions."""
-        return self.q(x), self.k(x), self.v(x)
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        return _normed(q, self.q_norm), _normed(k, self.k_norm), v
 
     def attend(
         self,
         q: Float[Array, "T N H"],
         k: Float[Array, "T K H"],
         v: Float[Array, "T K H"],
-        angles: Rotary,
+        angles: Rotary | None,
         batch: RaggedBatch,
         pages: KVPages,
     ) -> tuple[Float[Array, "T N H"], KVPages]:
-        """Turn to positions, store keys and values in their pages, attend over each row's pages."""
+        """Turn to positions (by no angles: not at all), store keys and values in their pages,
+        attend over each row's pages."""
+        config = self.config
         return update_and_attend(
             q,
             k,
@@ -63,10 +95,36 @@ class Attention(nnx.Module):
             batch.write_page,
             batch.write_cell,
             rotary=angles,
-            scale=self.scale,
+            scale=config.head_dim**-0.5 if config.scale is None else config.scale,
+            window=config.window,
+            soft_cap=config.soft_cap,
+            sinks=None if self.sinks is None else self.sinks[...].astype(jnp.float32),
+            alibi_slopes=jnp.asarray(alibi_slopes(config.num_heads)) if config.has_alibi else None,
             batch_invariant=self.numerics.batch_invariant,
             backend=self.numerics.attention_backend,
         )
 
     def project_out(self, out: Float[Array, "T N H"]) -> Float[Array, "T D"]:
         return self.o(out)
+
+    def _norm_of(self, heads: int, axis: str) -> RMSNorm | None:
+        norm, H = self.config.qk_norm, self.config.head_dim
+        if norm is None:
+            return None
+        dim, axis = (H, "head_dim") if norm.of == "head" else (heads * H, axis)
+        return RMSNorm(dim, norm.eps, self.numerics, offset=norm.offset, axis=axis)
+
+
+def _normed(x: Float[Array, "T N H"], norm: RMSNorm | None) -> jax.Array:
+    if norm is None:
+        return x
+    return norm(x.reshape(-1, norm.weight[...].shape[0])).reshape(x.shape)
+
+
+def alibi_slopes(num_heads: int) -> np.ndarray:
+    """ALiBi's slope of each head, float32 [N] (arXiv:2108.12409): 2^(-8/n), 2^(-16/n), ... for the
+    largest power of two n up to N; heads beyond it take every other slope of 2n heads."""
+    n = 2 ** int(math.log2(num_heads))
+    slopes = 2.0 ** (-8.0 / n * np.arange(1, n + 1))
+    between = 2.0 ** (-4.0 / n * np.arange(1, 2 * (num_heads - n) + 1, 2))
+    return np.concatenate([slopes, between]).astype(np.float32)

@@ -19,9 +19,10 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxinfer.kernels.add_norm import add_rms_norm
+from jaxinfer.kernels.add_norm import add_layer_norm, add_rms_norm
 from jaxinfer.kernels.dispatch import platform
 from jaxinfer.kernels.gated_mlp import gated_mlp
+from jaxinfer.kernels.gated_mlp.activations import ACTIVATIONS
 from jaxinfer.kernels.paged_attention.api import INVARIANT_TILE
 
 FLOAT32 = np.dtype(np.float32)
@@ -120,11 +121,14 @@ class Linear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """`x / sqrt(mean(x^2) + eps) * weight` (arXiv:1910.07467), computed in float32."""
+    """`x / sqrt(mean(x^2) + eps) * (offset + weight)` (arXiv:1910.07467), computed in float32."""
 
-    def __init__(self, dim: int, eps: float, numerics: Numerics):
+    def __init__(
+        self, dim: int, eps: float, numerics: Numerics, *, offset: float = 0.0, axis: str = "model"
+    ):
         self.eps = eps
-        self.weight = parameter((dim,), ("model",), numerics)
+        self.offset = offset
+        self.weight = parameter((dim,), (axis,), numerics)
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         return self.after(x, None)[0]
@@ -134,7 +138,31 @@ class RMSNorm(nnx.Module):
     ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
         """The norm of `residual + update`, and that sum, which is the residual stream's next."""
         normed: Any
-        normed, total = add_rms_norm(update, residual, self.weight[...], eps=self.eps)
+        normed, total = add_rms_norm(
+            update, residual, self.weight[...], eps=self.eps, offset=self.offset
+        )
+        return normed, total
+
+
+class LayerNorm(nnx.Module):
+    """`(x - mean) / sqrt(var + eps) * weight + bias` (arXiv:1607.06450), computed in float32."""
+
+    def __init__(self, dim: int, eps: float, numerics: Numerics):
+        self.eps = eps
+        self.weight = parameter((dim,), ("model",), numerics)
+        self.bias = parameter((dim,), ("model",), numerics)
+
+    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        return self.after(x, None)[0]
+
+    def after(
+        self, update: Float[Array, "T D"], residual: Float[Array, "T D"] | None
+    ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
+        """The norm of `residual + update`, and that sum, which is the residual stream's next."""
+        normed: Any
+        normed, total = add_layer_norm(
+            update, residual, self.weight[...], self.bias[...], eps=self.eps
+        )
         return normed, total
 
 
@@ -164,3 +192,15 @@ class GatedMLP(nnx.Module):
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         bias = None if self.gate_up_bias is None else self.gate_up_bias[...]
         return self.down(gated_mlp(x, self.gate_up[...], activation=self.activation, bias=bias))
+
+
+class MLP(nnx.Module):
+    """`act(x @ up + up_bias) @ down + down_bias`, the feed-forward layer of arXiv:1706.03762."""
+
+    def __init__(self, dim: int, ffn_dim: int, activation: str, numerics: Numerics):
+        self.activation = activation
+        self.up = Linear((dim, ffn_dim), ("model", "ffn"), numerics, has_bias=True)
+        self.down = Linear((ffn_dim, dim), ("ffn", "model"), numerics, has_bias=True)
+
+    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        return self.down(ACTIVATIONS[self.activation](self.up(x)))

@@ -247,10 +247,8 @@ def _read_once(bench: Bench) -> int:
 
 
 def _token_bytes(bench: Bench) -> int:
-    c = bench.config
-    of_page = kv_cache.page_bytes(
-        c.num_layers, c.num_kv_heads, PAGE_SIZE, c.head_dim, bench.model.numerics.dtype
-    )
+    dtype = bench.model.numerics.dtype
+    of_page = kv_cache.page_bytes(bench.config.cache, page_size=PAGE_SIZE, dtype=dtype)
     return of_page // PAGE_SIZE
 
 
