@@ -15,22 +15,26 @@ from typing import Any
 import jax
 from flax import nnx
 
+from jaxinfer.kernels.quantized_matmul import QuantArray
 from jaxinfer.models.family import Family
-from jaxinfer.nn.layers import Numerics
+from jaxinfer.nn.layers import Numerics, Packs
+from jaxinfer.nn.quantized import QuantWeight
 
-Weights = tuple[jax.Array, ...]
+Weights = tuple[jax.Array | QuantArray | QuantWeight, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class ParameterSpec:
     """One parameter: its path in the module, the shape and type of its array, and what the array
-    means: `dims` with a logical axis each, in the same order in memory."""
+    means: `dims` with a logical axis each, in the same order in memory. `packs`: how a quantized
+    one may take its place (`nn.layers.parameter`)."""
 
     path: str
     shape: tuple[int, ...]
     dtype: Any
     dims: tuple[int, ...]
     axes: tuple[str, ...]
+    packs: Packs | None = None
 
     @property
     def nbytes(self) -> int:
@@ -56,6 +60,7 @@ class FunctionalModel:
                 leaf.dtype,
                 leaf.get_metadata()["dims"],
                 leaf.get_metadata()["axes"],
+                leaf.get_metadata()["packs"],
             )
             for path, leaf in paths_and_leaves
         )

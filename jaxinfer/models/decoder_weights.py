@@ -1,0 +1,75 @@
+"""Where the two formats keep a decoder's parameters: rows that the families' weight tables share.
+
+The first row that matches a path counts, so a family puts its own before these.
+"""
+
+from __future__ import annotations
+
+from jaxinfer.models.family import (
+    BIAS_PAIRED,
+    LINEAR,
+    LINEAR_FROM_HEADS,
+    LINEAR_PAIRED,
+    RESHAPED,
+    Weight,
+)
+
+HF_ROWS: tuple[Weight, ...] = (
+    Weight(r"embed\.weight", "model.embed_tokens.weight"),
+    Weight(r"norm\.weight", "model.norm.weight"),
+    Weight(r"head\.weight", "lm_head.weight", LINEAR),
+    Weight(r"blocks\.(\d+)\.attention_norm\.weight", r"model.layers.\1.input_layernorm.weight"),
+    Weight(r"blocks\.(\d+)\.mlp_norm\.weight", r"model.layers.\1.post_attention_layernorm.weight"),
+    Weight(
+        r"blocks\.(\d+)\.attention\.([qkv])\.weight",
+        r"model.layers.\1.self_attn.\2_proj.weight",
+        LINEAR,
+    ),
+    Weight(
+        r"blocks\.(\d+)\.attention\.([qkv])\.bias",
+        r"model.layers.\1.self_attn.\2_proj.bias",
+        RESHAPED,
+    ),
+    Weight(
+        r"blocks\.(\d+)\.attention\.o\.weight",
+        r"model.layers.\1.self_attn.o_proj.weight",
+        LINEAR_FROM_HEADS,
+    ),
+    Weight(r"blocks\.(\d+)\.attention\.o\.bias", r"model.layers.\1.self_attn.o_proj.bias"),
+    Weight(
+        r"blocks\.(\d+)\.mlp\.gate_up",
+        (r"model.layers.\1.mlp.gate_proj.weight", r"model.layers.\1.mlp.up_proj.weight"),
+        LINEAR,
+    ),
+    Weight(
+        r"blocks\.(\d+)\.mlp\.gate_up_bias",
+        (r"model.layers.\1.mlp.gate_proj.bias", r"model.layers.\1.mlp.up_proj.bias"),
+    ),
+    Weight(r"blocks\.(\d+)\.mlp\.down\.weight", r"model.layers.\1.mlp.down_proj.weight", LINEAR),
+    Weight(r"blocks\.(\d+)\.mlp\.down\.bias", r"model.layers.\1.mlp.down_proj.bias"),
+)
+# Old checkpoints carry the frequencies, tied ones sometimes the head; both are derived here.
+HF_IGNORED = (r".*rotary_emb\.inv_freq", r"lm_head\.weight")
+
+GGUF_ROWS: tuple[Weight, ...] = (
+    Weight(r"embed\.weight", "token_embd.weight"),
+    Weight(r"norm\.weight", "output_norm.weight"),
+    Weight(r"head\.weight", "output.weight", LINEAR),
+    Weight(r"blocks\.(\d+)\.attention_norm\.weight", r"blk.\1.attn_norm.weight"),
+    Weight(r"blocks\.(\d+)\.mlp_norm\.weight", r"blk.\1.ffn_norm.weight"),
+    Weight(r"blocks\.(\d+)\.attention\.([qk])\.weight", r"blk.\1.attn_\2.weight", LINEAR_PAIRED),
+    Weight(r"blocks\.(\d+)\.attention\.v\.weight", r"blk.\1.attn_v.weight", LINEAR),
+    Weight(r"blocks\.(\d+)\.attention\.([qk])\.bias", r"blk.\1.attn_\2.bias", BIAS_PAIRED),
+    Weight(r"blocks\.(\d+)\.attention\.v\.bias", r"blk.\1.attn_v.bias", RESHAPED),
+    Weight(r"blocks\.(\d+)\.attention\.o\.weight", r"blk.\1.attn_output.weight", LINEAR_FROM_HEADS),
+    Weight(r"blocks\.(\d+)\.attention\.o\.bias", r"blk.\1.attn_output.bias"),
+    Weight(
+        r"blocks\.(\d+)\.mlp\.gate_up",
+        (r"blk.\1.ffn_gate.weight", r"blk.\1.ffn_up.weight"),
+        LINEAR,
+    ),
+    Weight(r"blocks\.(\d+)\.mlp\.gate_up_bias", (r"blk.\1.ffn_gate.bias", r"blk.\1.ffn_up.bias")),
+    Weight(r"blocks\.(\d+)\.mlp\.down\.weight", r"blk.\1.ffn_down.weight", LINEAR),
+    Weight(r"blocks\.(\d+)\.mlp\.down\.bias", r"blk.\1.ffn_down.bias"),
+)
+GGUF_IGNORED = (r"rope_freqs\.weight",)

@@ -1,0 +1,179 @@
+"""The encoder of the BERT-like families: post-norm blocks of attention to both sides and an MLP.
+
+A batch is R rows of equal padded length; row r holds `lengths[r]` tokens, and what lies behind them
+is computed and seen by nobody. There is no cache: every token of a text is there at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxinfer.kernels.add_norm import add_layer_norm
+from jaxinfer.kernels.flash_attention import flash_attention
+from jaxinfer.kernels.gated_mlp.activations import ACTIVATIONS
+from jaxinfer.nn.layers import Embedding, Linear, Numerics, parameter
+
+
+@dataclasses.dataclass(frozen=True)
+class EncoderConfig:
+    """Shape and variant of an encoder. Every field changes what is computed."""
+
+    vocab_size: int
+    num_layers: int
+    model_dim: int
+    num_heads: int
+    ffn_dim: int
+    num_positions: int  # rows of the position table
+    num_token_types: int  # rows of the segment table; 0: there is none
+    norm_eps: float = 1e-12
+    activation: str = "gelu"
+    first_position: int = 0  # of the table: the first token's
+    unplaced_token_id: int | None = None  # takes no position: RoBERTa's padding, were it in a text
+
+    def __post_init__(self):
+        least = {"num_token_types": 0, "first_position": 0}
+        wrong = [
+            f"{field.name} is {value!r}; it must be a whole number of at least {minimum}"
+            for field in dataclasses.fields(self)
+            if field.type == "int"
+            and (
+                type(value := getattr(self, field.name)) is not int
+                or value < (minimum := least.get(field.name, 1))
+            )
+        ]
+        if not wrong and self.model_dim % self.num_heads:
+            wrong.append(f"model_dim {self.model_dim} is no multiple of {self.num_heads} heads")
+        if not wrong and self.max_len < 1:
+            wrong.append(
+                f"num_positions is {self.num_positions}; the first token takes position "
+                f"{self.first_position}"
+            )
+        if not 0 < self.norm_eps < 1:
+            wrong.append(f"norm_eps is {self.norm_eps}; it must lie between 0 and 1")
+        if self.activation not in ACTIVATIONS:
+            wrong.append(f"activation is {self.activation!r}; there are {', '.join(ACTIVATIONS)}")
+        if wrong:
+            raise ValueError(
+                "the model's configuration does not hold together: " + "; ".join(wrong)
+            )
+
+    @property
+    def head_dim(self) -> int:
+        return self.model_dim // self.num_heads
+
+    @property
+    def max_len(self) -> int:
+        """Tokens of a text that have a position."""
+        return self.num_positions - self.first_position
+
+
+class LayerNorm(nnx.Module):
+    """`(x - mean) / sqrt(var + eps) * weight + bias` (arXiv:1607.06450), computed in float32."""
+
+    def __init__(self, dim: int, eps: float, numerics: Numerics):
+        self.eps = eps
+        self.weight = parameter((dim,), ("model",), numerics)
+        self.bias = parameter((dim,), ("model",), numerics)
+
+    def after(
+        self, update: Float[Array, "T D"], residual: Float[Array, "T D"] | None
+    ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
+        """The norm of `residual + update`, and that sum."""
+        weight, bias = self.weight[...], self.bias[...]
+        normed, total = add_layer_norm(update, residual, weight, bias, eps=self.eps)
+        return normed, total  # type: ignore[return-value]  # a pair where quantized alone
+
+
+class MLP(nnx.Module):
+    """`act(x @ up + bias) @ down + bias`."""
+
+    def __init__(self, dim: int, ffn_dim: int, activation: str, numerics: Numerics):
+        self.activation = activation
+        self.up = Linear((dim, ffn_dim), ("model", "ffn"), numerics, has_bias=True)
+        self.down = Linear((ffn_dim, dim), ("ffn", "model"), numerics, has_bias=True)
+
+    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        return self.down(ACTIVATIONS[self.activation](self.up(x)))
+
+
+class SelfAttention(nnx.Module):
+    """Every token of a row attends to all tokens of the row."""
+
+    def __init__(self, config: EncoderConfig, numerics: Numerics):
+        D, N, H = config.model_dim, config.num_heads, config.head_dim
+        self.scale = H**-0.5
+        self.backend = numerics.attention_backend
+        axes = ("model", "heads", "head_dim")
+        self.q = Linear((D, N, H), axes, numerics, has_bias=True)
+        self.k = Linear((D, N, H), axes, numerics, has_bias=True)
+        self.v = Linear((D, N, H), axes, numerics, has_bias=True)
+        out_axes = ("heads", "head_dim", "model")
+        self.o = Linear((N, H, D), out_axes, numerics, num_inputs=2, has_bias=True)
+
+    def __call__(self, x: Float[Array, "T D"], lengths: Int[Array, " R"]) -> Float[Array, "T D"]:
+        """`x` is R rows of T / R tokens."""
+        rows = lambda y: y.reshape(lengths.shape[0], -1, *y.shape[1:])
+        q, k, v = rows(self.q(x)), rows(self.k(x)), rows(self.v(x))
+        out = flash_attention(q, k, v, scale=self.scale, kv_len=lengths, backend=self.backend)
+        return self.o(out.reshape(x.shape[0], *out.shape[2:]))
+
+
+class EncoderBlock(nnx.Module):
+    """`x = norm(x + attention(x)); x = norm(x + mlp(x))`."""
+
+    def __init__(self, config: EncoderConfig, numerics: Numerics):
+        D, eps = config.model_dim, config.norm_eps
+        self.attention = SelfAttention(config, numerics)
+        self.attention_norm = LayerNorm(D, eps, numerics)
+        self.mlp = MLP(D, config.ffn_dim, config.activation, numerics)
+        self.mlp_norm = LayerNorm(D, eps, numerics)
+
+    def __call__(self, x: Float[Array, "T D"], lengths: Int[Array, " R"]) -> Float[Array, "T D"]:
+        x, _ = self.attention_norm.after(self.attention(x, lengths), x)
+        x, _ = self.mlp_norm.after(self.mlp(x), x)
+        return x
+
+
+class Encoder(nnx.Module):
+    """Token ids of padded rows in, a hidden state of every token out."""
+
+    def __init__(self, config: EncoderConfig, numerics: Numerics):
+        self.config = config
+        D = config.model_dim
+        self.embed = Embedding(config.vocab_size, D, numerics)
+        self.positions = parameter((config.num_positions, D), ("position", "model"), numerics)
+        self.token_types = None
+        if config.num_token_types:
+            dims, axes = (config.num_token_types, D), ("token_type", "model")
+            self.token_types = parameter(dims, axes, numerics)
+        self.embed_norm = LayerNorm(D, config.norm_eps, numerics)
+        self.blocks = nnx.List([EncoderBlock(config, numerics) for _ in range(config.num_layers)])
+
+    def __call__(
+        self, token_ids: Int[Array, "R T"], lengths: Int[Array, " R"]
+    ) -> Float[Array, "R T D"]:
+        """Hidden states after the last block; those at and past a row's length mean nothing."""
+        R, T = token_ids.shape
+        places = self.positions[...][self._places(token_ids)].reshape(R * T, -1)
+        x = self.embed(token_ids.reshape(-1))
+        if self.token_types is not None:  # one text, hence segment 0
+            x = x + self.token_types[...][0]
+        x, _ = self.embed_norm.after(x, places)
+        for i, block in enumerate(self.blocks):
+            with jax.named_scope(f"block_{i}"):
+                x = block(x, lengths)
+        return x.reshape(R, T, -1)
+
+    def _places(self, token_ids: Int[Array, "R T"]) -> Int[Array, "R T"]:
+        """Rows of the position table. Where a token takes none, those after it move up, and it has
+        the row before the first token's."""
+        first, unplaced = self.config.first_position, self.config.unplaced_token_id
+        if unplaced is None:
+            return jnp.broadcast_to(first + jnp.arange(token_ids.shape[1]), token_ids.shape)
+        is_placed = token_ids != unplaced
+        return jnp.where(is_placed, jnp.cumsum(is_placed, axis=1), 0) + first - 1
