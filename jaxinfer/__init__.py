@@ -12,6 +12,7 @@ The letters of every shape in this code base:
 
 from jaxinfer.admission import InvalidRequestError
 from jaxinfer.config import CacheConfig, EngineConfig, SchedulerConfig, load_config
+from jaxinfer.embedding.embedder import Embedder
 from jaxinfer.engine import Engine, Update
 from jaxinfer.llm import LLM, Completion, Output
 from jaxinfer.loading.checkpoint import CheckpointError
@@ -27,6 +28,7 @@ __all__ = [
     "CheckpointError",
     "Completion",
     "ConfigError",
+    "Embedder",
     "Engine",
     "EngineConfig",
     "FinishReason",

@@ -25,6 +25,8 @@ import jinja2.sandbox
 MAX_SOURCE_CHARS = 1_048_576
 MAX_OUTPUT_CHARS = 16_777_216
 MAX_RANGE_TOTAL = 1_000_000
+# What clients and templates call a model's reasoning; the first is the one that is given.
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 
 class ChatTemplateError(ValueError):
@@ -110,7 +112,8 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
     """Copies of `messages` with text parts joined by newlines; `ChatTemplateError` if malformed.
 
     A message has a string `role` and a `content`: a string, a list of `{"type": "text", "text":
-    ...}` parts, or nothing beside `tool_calls`. Other keys go to the template as they are.
+    ...}` parts, or nothing beside `tool_calls`. Other keys go to the template as they are, save
+    that a key of `None` counts as missing, and reasoning has all the names that templates read.
     """
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise ChatTemplateError(
@@ -128,12 +131,14 @@ def _check_message(index: int, message: Any) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise ChatTemplateError(f"{where} has role {role!r}; a name such as 'user' is needed")
-    content = message.get("content")
-    if content is None and message.get("tool_calls"):
-        return dict(message)
-    if not isinstance(content, str):
-        content = _join_parts(where, content)
-    return {**message, "content": content}
+    checked = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((checked[key] for key in REASONING_KEYS if key in checked), None)
+    if reasoning is not None:
+        checked = {"thinking": reasoning, **checked, "reasoning_content": reasoning}
+    content = checked.get("content")
+    if isinstance(content, str) or (content is None and checked.get("tool_calls")):
+        return checked
+    return {**checked, "content": _join_parts(where, content)}
 
 
 def _join_parts(where: str, content: Any) -> str:

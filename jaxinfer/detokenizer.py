@@ -27,10 +27,10 @@ class IncrementalDetokenizer:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._texts = tokenizer.texts(skip_special_tokens=skip_special_tokens)
-        self._strip_next_space = tokenizer.strips_leading_space
+        self._is_first = tokenizer.first_differs
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         # Whether a token's text depends on what came before: the start, or half a character.
-        self._needs_bytes = self._strip_next_space
+        self._needs_bytes = self._is_first
 
     def push(self, token_id: int) -> str:
         """The text that became certain with this token, often empty."""
@@ -39,18 +39,18 @@ class IncrementalDetokenizer:
             if text is not None:
                 return text
         data = self._tokenizer.bytes_of(token_id, skip_special_tokens=self._skip_special_tokens)
-        if self._strip_next_space and data:
-            data = data.removeprefix(b" ")
-            self._strip_next_space = False
+        if self._is_first and data:
+            data = self._tokenizer.first_bytes_of(token_id)
+            self._is_first = False
         text = self._utf8.decode(data)
-        self._needs_bytes = self._strip_next_space or bool(self._utf8.getstate()[0])
+        self._needs_bytes = self._is_first or bool(self._utf8.getstate()[0])
         return text
 
     def finish(self) -> str:
         """U+FFFD for a character that never became complete, else nothing; then starts over."""
         tail = self._utf8.decode(b"", final=True)
         self._utf8.reset()
-        self._strip_next_space = self._needs_bytes = self._tokenizer.strips_leading_space
+        self._is_first = self._needs_bytes = self._tokenizer.first_differs
         return tail
 
 

@@ -23,7 +23,8 @@ from jaxinfer.admission import Admissible, InvalidRequestError, Limits
 from jaxinfer.config import EngineConfig
 from jaxinfer.detokenizer import TextStream
 from jaxinfer.models.functional import FunctionalModel, Weights
-from jaxinfer.numerics import check_numerics
+from jaxinfer.numerics import check_numerics, check_weights
+from jaxinfer.options import ConfigError
 from jaxinfer.pages import PagePool, root_key
 from jaxinfer.policies import POLICIES
 from jaxinfer.reports import Reports
@@ -44,6 +45,7 @@ class Update(NamedTuple):
     token_ids: list[int]  # new ones
     text: str  # new text: whole characters, never part of a stop string
     finish_reason: FinishReason | None
+    embedding: np.ndarray | None = None  # of an `Embedder`: float32 [D]
 
 
 class _InFlight(NamedTuple):
@@ -70,15 +72,13 @@ class Engine:
     ):
         self.config = config = config or EngineConfig()
         check_numerics(config, model.numerics)
+        check_weights(config, weights)
         self.model = model
         self.name = name
         self.tokenizer = tokenizer
         # Some checkpoints name ids past the embedding: those are never sampled.
         self.eos_token_ids = frozenset(i for i in eos_token_ids if 0 <= i < model.config.vocab_size)
-        self.max_len = config.max_len or model.config.max_len
-        if self.max_len > model.config.max_len:
-            text = "max_len is %d, past the %d positions that the model was made for"
-            logging.warning(text, self.max_len, model.config.max_len)
+        self.max_len = _max_len(config.max_len, model)
         self.runner = Runner(model, weights, config, self.max_len)
         self.pool = PagePool(
             self.runner.memory.num_pages,
@@ -90,6 +90,7 @@ class Engine:
             POLICIES[config.scheduler.policy](config.scheduler.max_rows),
             max_tokens=config.scheduler.max_tokens,
             max_rows=config.scheduler.max_rows,
+            restart_len=model.config.length_limit if model.family.restarts_at_limit else None,
         )
         self.limits = Limits(
             model.config.vocab_size,
@@ -137,6 +138,11 @@ class Engine:
             num_late_compiles=self.runner.num_late_compiles,
             last_step=self.last_step,
         )
+
+    @property
+    def num_programs(self) -> int:
+        """That `warm_up` compiles: one a bucket, and two for admission."""
+        return len(self.config.buckets) + 2
 
     def warm_up(self, on_progress: Callable[[str], None] = lambda program: None) -> None:
         """Compile every program that serving needs."""
@@ -360,3 +366,18 @@ class Engine:
         if params.prompt_logprobs is not None or (limit is not None and max_len > limit):
             return None
         return root_key(salt, self.name, str(self.runner.cache_dtype))
+
+
+def _max_len(asked: int | None, model: FunctionalModel) -> int:
+    """Tokens of a context. `ConfigError` past the end of a table of positions; where positions are
+    computed, longer ones are possible, and a warning says what they are."""
+    most = model.config.max_len
+    if asked is not None and asked > most:
+        if getattr(model.config, "has_position_table", False):
+            raise ConfigError(
+                f"max_len is {asked}; this model has a table of {most} positions, and no more: "
+                "lower it or leave it out"
+            )
+        text = "max_len is %d, past the %d positions that the model was made for"
+        logging.warning(text, asked, most)
+    return asked or most

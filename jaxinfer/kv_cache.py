@@ -1,7 +1,7 @@
 """The KV cache on the device: pages, and the ragged batch that says where its tokens live.
 
-Pages are preallocated, one array of keys and one of values a layer (`kernels/kv_pages.py`). Which
-request owns which page is the host's business (`pages.py`); here a page is a number.
+Pages are preallocated, an array of keys a layer and mostly one of values (`kernels/kv_pages.py`).
+Which request owns which page is the host's business (`pages.py`); here a page is a number.
 """
 
 from __future__ import annotations
@@ -35,11 +35,13 @@ class RaggedBatch(NamedTuple):
 
 
 class CacheShape(NamedTuple):
-    """What a model stores of a token: one key and one value of H numbers a KV head and layer."""
+    """What a model stores of a token: one key and one value of H numbers a KV head and layer; with
+    `value_dim` one key alone, whose first so many numbers are the value."""
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    value_dim: int | None = None
 
 
 def layout(page_size: int, head_dim: int) -> tuple[int, int]:
@@ -63,8 +65,11 @@ def allocate(cache: CacheShape, *, num_pages: int, page_size: int, dtype) -> tup
     scales = (num_pages, cache.num_kv_heads, page_size) if is_quantized(dtype) else None
 
     def layer() -> KVPages:
-        stored = [jnp.zeros(shape, dtype) for _ in range(2)]
-        return KVPages(*stored, *(jnp.ones(scales, jnp.float32) for _ in range(2) if scales))
+        stored = lambda: jnp.zeros(shape, dtype)
+        factors = lambda: jnp.ones(scales, jnp.float32) if scales else None
+        if cache.value_dim is not None:
+            return KVPages(stored(), None, factors())
+        return KVPages(stored(), stored(), factors(), factors())
 
     return tuple(layer() for _ in range(cache.num_layers))
 

@@ -3,6 +3,9 @@
 llm = LLM("demo")
 [answer] = llm.generate(["Once upon a time"], SamplingParams(temperature=0, max_tokens=32))
 print(answer.outputs[0].text)
+
+An encoder embeds instead: `LLM("path/of/bge").embed(["one text", "another"])` is an array, a row a
+text.
 """
 
 from __future__ import annotations
@@ -13,22 +16,34 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from absl import logging
+from jaxtyping import Float
 from tqdm import tqdm
 
 from jaxinfer import compilation_cache
 from jaxinfer.admission import InvalidRequestError
 from jaxinfer.config import EngineConfig
+from jaxinfer.embedding.embedder import Embedder
+from jaxinfer.embedding.sentences import Text, check_dimensions, encode_text, finished
 from jaxinfer.engine import Engine
-from jaxinfer.loading import open_checkpoint
+from jaxinfer.loading import Checkpoint, open_checkpoint
 from jaxinfer.loading.assign import functional_model, load_weights
-from jaxinfer.loading.checkpoint import GenerationDefaults
-from jaxinfer.numerics import numerics_for
+from jaxinfer.loading.checkpoint import CheckpointError, GenerationDefaults
+from jaxinfer.loading.quantize import quantize_weights
+from jaxinfer.loading.random import random_weights
+from jaxinfer.loading.sentence import sentence_options
+from jaxinfer.models.encoder import EncoderConfig
+from jaxinfer.models.functional import FunctionalModel, Weights
+from jaxinfer.numerics import keeps_packed, numerics_for
 from jaxinfer.request import FinishReason, Request, TokenLogprobs
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]  # text, or token ids
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
+
+NO_GENERATION = "this model is an encoder, which embeds texts and does not generate; use embed()"
+NO_EMBEDDING = "this model generates and embeds nothing; load an encoder (BERT, RoBERTa, BGE, E5)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,36 +75,59 @@ def load_engine(
     show_progress: bool = True,
     on_loaded: Callable[[Engine], None] = lambda engine: None,
 ) -> tuple[Engine, GenerationDefaults]:
-    """Open a checkpoint, load it, compile its programs: an engine ready to serve.
+    """`load_model` for a model that generates; an encoder is refused (`CheckpointError`)."""
 
-    `source`: "demo", a .gguf file, a Hugging Face directory, or a hub id. `on_loaded` gets the
-    engine before its programs are compiled, to show its plan. Raises `CheckpointError` or
-    `ConfigError`, which name what is wrong and the way out.
+    def check(loaded: Engine | Embedder) -> None:
+        if isinstance(loaded, Embedder):
+            raise CheckpointError(f"{source}: {NO_GENERATION}")
+        on_loaded(loaded)
+
+    engine, generation = load_model(source, config, show_progress=show_progress, on_loaded=check)
+    assert isinstance(engine, Engine)
+    return engine, generation
+
+
+def load_model(
+    source: str | Path,
+    config: EngineConfig | None = None,
+    *,
+    show_progress: bool = True,
+    on_loaded: Callable[[Engine | Embedder], None] = lambda engine: None,
+) -> tuple[Engine | Embedder, GenerationDefaults]:
+    """Open a checkpoint, load it, compile its programs: an engine ready to serve, or an embedder
+    where the model is an encoder.
+
+    `source`: "demo", a .gguf file, a Hugging Face directory, a converted one, or a hub id; with
+    `load_format` "random" also a `config.json` alone. `on_loaded` gets it before its programs are
+    compiled, to show its plan. Raises `CheckpointError` or `ConfigError`, which name what is wrong
+    and the way out.
     """
     config = config or EngineConfig()
     compilation_cache.enable()
-    checkpoint = open_checkpoint(source)
-    tokenizer = checkpoint.tokenizer()
+    is_random = config.load_format == "random"
+    checkpoint = open_checkpoint(source, needs_weights=not is_random)
+    tokenizer = _tokenizer_if_any(checkpoint) if is_random else checkpoint.tokenizer()
     model = functional_model(checkpoint, numerics_for(config))
     bar: dict[str, Any] = {"disable": not show_progress, "leave": False, "dynamic_ncols": True}
     with tqdm(
         total=model.num_bytes, desc="loading", unit="B", unit_scale=True, unit_divisor=1024, **bar
     ) as loading:
-        weights = load_weights(checkpoint, model, on_progress=loading.update)
-    eos_token_ids = checkpoint.generation.eos_token_ids or (
-        tokenizer.eos_token_ids if tokenizer is not None else ()
-    )
-    engine = Engine(
-        model,
-        weights,
-        config,
-        tokenizer=tokenizer,
-        eos_token_ids=eos_token_ids,
-        name=checkpoint.name,
-    )
+        if is_random:
+            weights = random_weights(model, config.seed, on_progress=loading.update)
+            if config.quantize is not None:
+                weights = quantize_weights(model, weights, config.quantize)
+        else:
+            weights = load_weights(
+                checkpoint,
+                model,
+                keep_packed=keeps_packed(config),
+                quantize=config.quantize,
+                on_progress=loading.update,
+            )
+    engine = _engine(checkpoint, model, weights, config, tokenizer)
     on_loaded(engine)
     if config.warm_up:
-        with tqdm(total=len(config.buckets) + 2, desc="compiling", **bar) as compiling:
+        with tqdm(total=engine.num_programs, desc="compiling", **bar) as compiling:
 
             def done(program: str) -> None:
                 compiling.set_postfix_str(program, refresh=False)
@@ -99,11 +137,44 @@ def load_engine(
     return engine, checkpoint.generation
 
 
+def _tokenizer_if_any(checkpoint: Checkpoint) -> Tokenizer | None:
+    """Where weights are random, text is not needed."""
+    try:
+        return checkpoint.tokenizer()
+    except CheckpointError as error:
+        logging.warning("prompts can be given as token ids alone: %s", error)
+        return None
+
+
+def _engine(
+    checkpoint: Checkpoint,
+    model: FunctionalModel,
+    weights: Weights,
+    config: EngineConfig,
+    tokenizer: Tokenizer | None,
+) -> Engine | Embedder:
+    if isinstance(model.config, EncoderConfig):
+        options = sentence_options(checkpoint)
+        return Embedder(model, weights, config, options, tokenizer=tokenizer, name=checkpoint.name)
+    eos_token_ids = checkpoint.generation.eos_token_ids or (
+        tokenizer.eos_token_ids if tokenizer is not None else ()
+    )
+    return Engine(
+        model,
+        weights,
+        config,
+        tokenizer=tokenizer,
+        eos_token_ids=eos_token_ids,
+        name=checkpoint.name,
+    )
+
+
 class LLM:
     """A loaded model with its engine; see the module's text.
 
-    `model` as for `load_engine`. Prompts of one call run together, whatever their number; calls
-    must come from one thread at a time.
+    `model` as for `load_model`. Prompts of one call run together, whatever their number; calls
+    must come from one thread at a time. An encoder has `embed` alone, any other model all but that:
+    what a model has not raises `InvalidRequestError`.
     """
 
     def __init__(
@@ -112,20 +183,32 @@ class LLM:
         config: EngineConfig | None = None,
         *,
         show_progress: bool = True,
-        on_loaded: Callable[[Engine], None] = lambda engine: None,
+        on_loaded: Callable[[Any], None] = lambda engine: None,
     ):
         self.show_progress = show_progress
-        self.engine, self.generation = load_engine(
+        self._model, self.generation = load_model(
             model, config, show_progress=show_progress, on_loaded=on_loaded
         )
         # New text by request id, for calls under way: streams may take turns.
         self._texts: dict[str, str] = {}
 
     @property
+    def engine(self) -> Engine:
+        if isinstance(self._model, Embedder):
+            raise InvalidRequestError(NO_GENERATION)
+        return self._model
+
+    @property
+    def embedder(self) -> Embedder:
+        if not isinstance(self._model, Embedder):
+            raise InvalidRequestError(NO_EMBEDDING)
+        return self._model
+
+    @property
     def tokenizer(self) -> Tokenizer:
-        if self.engine.tokenizer is None:
+        if self._model.tokenizer is None:
             raise ValueError("the checkpoint has no tokenizer; give prompts as token ids")
-        return self.engine.tokenizer
+        return self._model.tokenizer
 
     def default_params(self, **changes: Any) -> SamplingParams:
         """The checkpoint's own generation defaults where it has any, then `changes`."""
@@ -189,6 +272,41 @@ class LLM:
                     self._step()
         finally:
             self._forget([request])
+
+    def embed(
+        self,
+        texts: Text | Sequence[Text],
+        *,
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
+        truncate: bool = False,
+    ) -> Float[np.ndarray, "texts outputs"]:
+        """The vectors of texts, or of lists of token ids: float32, a row a text, in order.
+
+        Pooled as the checkpoint says (the mean of the tokens where it does not), then cut to the
+        first `dimensions` numbers, then scaled to length 1 if `normalize` (None: as the checkpoint
+        says). `prompt_name` puts one of the checkpoint's prompts before each text, as E5's "query";
+        None is its default prompt, "" none. A text that is too long is refused, or with `truncate`
+        loses its last words. All texts or none: `InvalidRequestError` says which is at fault.
+        """
+        embedder = self.embedder
+        check_dimensions(embedder, dimensions)
+        all_ids = []
+        for index, text in enumerate(_as_list(texts)):
+            try:
+                ids = encode_text(embedder, text, prompt_name=prompt_name, truncate=truncate)
+            except InvalidRequestError as error:
+                raise InvalidRequestError(f"text {index}: {error}", error.field) from error
+            all_ids.append(ids)
+        with tqdm(
+            total=len(all_ids),
+            desc="embedding",
+            disable=not self.show_progress,
+            dynamic_ncols=True,
+        ) as bar:
+            vectors = embedder.embed(all_ids, on_progress=bar.update)
+        return finished(embedder, vectors, normalize=normalize, dimensions=dimensions)
 
     def _add(self, prompt: Prompt, params: SamplingParams) -> list[Request]:
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt

@@ -67,6 +67,7 @@ class Request:
         self.started_at: float | None = None  # when it was first admitted, by the monotonic clock
         self.num_cached = 0  # prompt tokens that the prefix cache spared when it was first admitted
 
+        self.rope_len = self.prompt_len  # the least that its tokens' rope length is (`nn/rope.py`)
         self.num_known = len(self.prompt_token_ids)
         self.num_pending = 0  # of the known: sampled by a step whose output is not yet read
         self.num_computed = 0

@@ -8,6 +8,9 @@ prefix cache, a chunk and a re-computation after preemption are the same arithme
 When pages run out, the running request that the policy puts last is *preempted*: its pages go back
 (full ones into the prefix cache), and it waits to be computed again. The first in order always gets
 through, since a request that the whole pool cannot hold is refused at admission.
+
+Some models compute a sequence anew once, when it passes a length (`restart_len`): its pages go back
+too, and it waits to be computed again, with `Request.rope_len` saying that it has passed.
 """
 
 from __future__ import annotations
@@ -62,10 +65,19 @@ class Scheduler:
     `pool.pages_for(request.max_len - 1) <= pool.num_pages` (the engine checks at admission).
     """
 
-    def __init__(self, pool: PagePool, policy: Policy, *, max_tokens: int, max_rows: int):
+    def __init__(
+        self,
+        pool: PagePool,
+        policy: Policy,
+        *,
+        max_tokens: int,
+        max_rows: int,
+        restart_len: int | None = None,
+    ):
         self.pool = pool
         self.policy = policy
         self.max_tokens = max_tokens
+        self.restart_len = restart_len
         self.waiting: list[Request] = []  # in the policy's order
         self.running: list[Request] = []  # the same
         self._max_rows = max_rows
@@ -146,6 +158,8 @@ class Scheduler:
     def _run(self, plan: Plan, chunks: list[Row]) -> int:
         """Rows for the running requests; returns what is left of the budget."""
         page_size = self.pool.page_size
+        if self.restart_len is not None:
+            self._restart(self.restart_len, plan)
         running = self.running.copy()  # preemption takes from it
         todo = [request.num_remaining for request in running]
         budget = self.max_tokens
@@ -176,9 +190,15 @@ class Scheduler:
             request.pages.append(page)
         return True
 
+    def _restart(self, length: int, plan: Plan) -> None:
+        """Preempt those whose next token passes `length`, and whose others were computed before."""
+        for request in self.running.copy():
+            if request.num_to_compute > length >= request.rope_len:
+                self._preempt(request, plan)
+
     def _preempt(self, request: Request, plan: Plan) -> None:
-        """The victim comes last in order, so this step holds no row of it yet."""
-        self.running.pop()
+        """Take it from the running ones; this step must hold no row of it yet."""
+        self.running.remove(request)
         self._give_back(request)
         request.num_preemptions += 1
         self.num_preemptions += 1
@@ -204,6 +224,8 @@ class Scheduler:
                 self._unshare(request)
                 return
             request.pages += new_pages
+            if self.restart_len is not None and request.num_to_compute > self.restart_len:
+                request.rope_len = max(request.prompt_len, self.restart_len + 1)
             request.slot = self._free_slots.pop()
             self.waiting.pop(0)
             bisect.insort(self.running, request, key=self.policy.order)

@@ -101,7 +101,7 @@ def _step(
         inputs.q_start,
         inputs.kv_len,
         page_table[inputs.row_slot],
-        inputs.prompt_len,
+        inputs.rope_len,
         inputs.write_from,
         page_size=program.page_size,
         num_pages=state.pages[0].k.shape[0],

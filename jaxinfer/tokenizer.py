@@ -1,36 +1,52 @@
 """Text to token ids and back.
 
-Encoding is the `tokenizers` library's. Decoding is a definition of our own, so that a stream can
-be decoded token by token and come out equal: every token stands for fixed bytes, and text is the
-UTF-8 reading of their concatenation, U+FFFD for what is not UTF-8. Where all bytes are valid
-that is what `tokenizers` gives, save for two details: its byte-fallback decoder replaces every byte
-of a run that holds a stray one, this one only the stray bytes; its Metaspace decoder drops all
-spaces of the first token, this one a single leading space.
+Encoding is the `tokenizers` or the `sentencepiece` library's. Decoding is a definition of our own,
+so that a stream can be decoded token by token and come out equal: every token stands for fixed
+bytes, and for others where it is the first of a text (a SentencePiece drops its leading space
+there, a WordPiece has none before it). Text is the UTF-8 reading of their concatenation, U+FFFD
+for what is not UTF-8. That is what `tokenizers` gives, save for one detail: its byte-fallback
+decoder replaces every byte of a run that holds a stray one, this one only the stray bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
-
-import tokenizers
+from typing import Any, Protocol
 
 from jaxinfer.chat_template import ChatTemplate
+
+
+class Encoding(Protocol):
+    """The result of encoding a text."""
+
+    @property
+    def ids(self) -> list[int]: ...
+
+
+class Backend(Protocol):
+    """What encodes: `tokenizers.Tokenizer`, or a class that answers like it."""
+
+    def encode(self, sequence: str, /, *, add_special_tokens: bool = True) -> Encoding: ...
+
+    def token_to_id(self, token: str, /) -> int | None: ...
+
+    def id_to_token(self, id: int, /) -> str | None: ...
 
 
 class Tokenizer:
     """One model's tokenizer, with its special tokens and its chat template.
 
-    `token_bytes[i]` are the bytes of token i, empty where the vocabulary has a hole.
-    `strips_leading_space`: decoding drops one space at the very beginning of the text (vocabularies
-    of SentencePiece prepend one). `prefix_ids` and `suffix_ids` go around each encoded text
-    with special tokens, beside what the backend's own post-processor adds.
+    `token_bytes[i]` are the bytes of token i, empty where the vocabulary has a hole, and
+    `first_bytes[i]` those it has as the first token of a text, where they differ. First is the
+    first token whose `token_bytes` are not empty; skipped special tokens do not count.
+    `prefix_ids` and `suffix_ids` go around each encoded text with special tokens, beside what the
+    backend's own post-processor adds.
     """
 
     def __init__(
         self,
-        backend: tokenizers.Tokenizer,
+        backend: Backend,
         token_bytes: Sequence[bytes],
         *,
         special_token_ids: Iterable[int] = (),
@@ -38,16 +54,16 @@ class Tokenizer:
         bos_token_id: int | None = None,
         prefix_ids: Sequence[int] = (),
         suffix_ids: Sequence[int] = (),
-        strips_leading_space: bool = False,
+        first_bytes: Mapping[int, bytes] | None = None,
         chat_template: str | None = None,
         named_special_tokens: Mapping[str, str] | None = None,
     ) -> None:
         self._backend = backend
         self._token_bytes = tuple(token_bytes)
+        self._first_bytes = dict(first_bytes or {})
         self.special_token_ids = frozenset(special_token_ids)
         self.eos_token_ids = tuple(eos_token_ids)
         self.bos_token_id = bos_token_id
-        self.strips_leading_space = strips_leading_space
         self._prefix_ids = list(prefix_ids)
         self._suffix_ids = list(suffix_ids)
         self._chat_template = None if chat_template is None else ChatTemplate(chat_template)
@@ -84,13 +100,17 @@ class Tokenizer:
 
         `ValueError` for a negative id.
         """
-        data = b"".join(self.bytes_of(i, skip_special_tokens=skip_special_tokens) for i in ids)
-        if self.strips_leading_space:
-            data = data.removeprefix(b" ")
-        return data.decode("utf-8", "replace")
+        parts: list[bytes] = []
+        is_first = self.first_differs
+        for token_id in ids:
+            data = self.bytes_of(token_id, skip_special_tokens=skip_special_tokens)
+            if is_first and data:
+                data, is_first = self.first_bytes_of(token_id), False
+            parts.append(data)
+        return b"".join(parts).decode("utf-8", "replace")
 
     def bytes_of(self, token_id: int, *, skip_special_tokens: bool = True) -> bytes:
-        """The bytes that one token adds to the text, before any leading space is stripped."""
+        """The bytes that one token adds to a text that has begun."""
         if token_id < 0:
             raise ValueError(f"token id {token_id} is negative; ids are 0 to {self.vocab_size - 1}")
         if token_id >= len(self._token_bytes):
@@ -99,9 +119,18 @@ class Tokenizer:
             return b""
         return self._token_bytes[token_id]
 
+    @property
+    def first_differs(self) -> bool:
+        """Whether some token has other bytes as the first of a text."""
+        return bool(self._first_bytes)
+
+    def first_bytes_of(self, token_id: int) -> bytes:
+        """The bytes of a token that is the first of a text: not empty in `bytes_of`."""
+        return self._first_bytes.get(token_id, self._token_bytes[token_id])
+
     def texts(self, *, skip_special_tokens: bool = True) -> Sequence[str | None]:
-        """Every token's text, before any leading space is stripped; None where its bytes are not
-        whole characters. Made once."""
+        """Every token's text in a text that has begun; None where its bytes are not whole
+        characters. Made once."""
         return self._texts if skip_special_tokens else self._texts_with_special
 
     @cached_property

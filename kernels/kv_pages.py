@@ -1,8 +1,9 @@
 """One layer's paged KV cache as device arrays: how a page is laid out, stored to and quantized.
 
-Cell b of page p holds a token's K heads of keys and of values. Pages of int8 or float8_e4m3fn come
-with scales, one a token and head, so that a token is stored once and never again when others join
-its page: value = stored * scale.
+Cell b of page p holds a token's K heads of keys and of values; or of keys alone, whose first
+numbers are the values (the latents of DeepSeek-V2, arXiv:2405.04434). Pages of int8 or
+float8_e4m3fn come with scales, one a token and head, so that a token is stored once and never again
+when others join its page: value = stored * scale.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class KVPages(NamedTuple):
     the pages' type needs them; that of token b stands in cell `scale_cell(b)`."""
 
     k: Shaped[Array, "P K rows lanes"]
-    v: Shaped[Array, "P K rows lanes"]
+    v: Shaped[Array, "P K rows lanes"] | None  # None: the values are the keys' first numbers
     k_scales: Float[Array, "P K B"] | None = None
     v_scales: Float[Array, "P K B"] | None = None
 
@@ -74,22 +75,24 @@ def write_pages(
 def write(
     pages: KVPages,
     k: Float[Array, "T K H"],
-    v: Float[Array, "T K H"],
+    v: Float[Array, "T K H"] | None,
     page: Int[Array, " T"],
     cell: Int[Array, " T"],
 ) -> KVPages:
     """Store a step's keys and values, each at `cell[t]` of `page[t]` (`write_pages`), quantized
-    where the pages are."""
-    if pages.k_scales is None or pages.v_scales is None:
-        return KVPages(write_pages(pages.k, k, page, cell), write_pages(pages.v, v, page, cell))
+    where the pages are. No values for pages without."""
     place = scale_cell(cell, pages.k.shape[2], fold_of(pages.k.shape[3], k.shape[2]))
 
     def store(stored, scales, new):
+        if scales is None:
+            return write_pages(stored, new, page, cell), None
         values, scale = quantize_heads(new, stored.dtype)
         scales = scales.at[page, :, place].set(scale, mode="drop")
         return write_pages(stored, values, page, cell), scales
 
     new_k, k_scales = store(pages.k, pages.k_scales, k)
+    if pages.v is None:
+        return KVPages(new_k, None, k_scales)
     new_v, v_scales = store(pages.v, pages.v_scales, v)
     return KVPages(new_k, new_v, k_scales, v_scales)
 

@@ -6,7 +6,8 @@
 The real TPU and GPU compilers run, on a CPU, in an environment that has their packages (`make
 compile-check` makes one). Nothing is allocated and nothing runs: it tells what a compiler refuses,
 what does not fit, what spills and how many kernels a layer takes, not how long anything takes.
-Kernels are those of `kernel_cases/`, whole steps those of `compile_matrix.toml`, chips those of
+Kernels are those of `kernel_cases/`, whole steps and the structures of other models (a small step
+of a layer or two) those of `compile_matrix.toml`, chips those of
 `targets/`; the launches a layer that a step may take stand in `compile_budgets.json`. Exits with 1
 if anything in its table failed: a compiler or a backend that refuses, registers that spill, a step
 that does not fit or takes more launches a layer than recorded, a module of cases that is broken.
@@ -36,6 +37,7 @@ FLAGS = flags.FLAGS
 TARGETS = flags.DEFINE_string("targets", "all", "Chips: all, or names of scripts/targets/*.toml.")
 KERNELS = flags.DEFINE_string("kernels", "all", "Operators: all, none, or names.")
 PRESETS = flags.DEFINE_string("presets", "all", "Presets with a step to compile: all, none, names.")
+STRUCTURES = flags.DEFINE_string("structures", "all", "Structures of models: all, none, names.")
 JSON = flags.DEFINE_string("json", None, "Also write everything that was found to this file.")
 RECORD = flags.DEFINE_boolean(
     "record_budgets", False, "Make the launches a layer found now the budget of later runs."
@@ -77,12 +79,13 @@ def main(argv: list[str]) -> None:
         targets = choose("targets", TARGETS.value, target_names())
         operators = choose("kernels", KERNELS.value, kernel_cases.operators())
         presets = choose("presets", PRESETS.value, list(matrix["presets"]))
+        structures = choose("structures", STRUCTURES.value, list(matrix["structures"]))
     except ValueError as error:
         raise app.UsageError(str(error)) from error
     if missing := missing_packages():
         sys.exit(f"compile_check needs {', '.join(missing)}: run `make compile-check`")
     cases, broken = kernel_cases.load_all(operators)
-    jobs = jobs_for(matrix, targets, cases, presets)
+    jobs = jobs_for(matrix, targets, cases, presets, structures)
     started = time.perf_counter()
 
     def show(row: dict[str, Any]) -> None:

@@ -16,6 +16,9 @@ TARGETS = HERE / "targets"
 # What each backend of an operator is for; others run anywhere.
 BACKEND_PLATFORMS = {"tpu": "tpu", "gpu": "gpu", "hopper": "gpu"}
 
+# Chips for which a step of every structure is compiled.
+STRUCTURE_TARGETS = ("v5e", "h100")
+
 # Of one compile, by the clock. A whole model takes 10 to 40 s on two idle cores, a kernel under 10.
 KERNEL_SECONDS = 120
 STEP_SECONDS = 300
@@ -62,24 +65,26 @@ class Target:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One row of the table: a kernel's case or a preset's step, on a target."""
+    """One row of the table: a kernel's case, a preset's step or a structure's, on a target."""
 
     target: str
-    kind: str  # "kernel" or "step"
-    name: str  # of the operator or the preset
-    values: dict[str, Any]  # kernel: backend, case; step: model, is_whole
+    kind: str  # "kernel", "step" or "structure"
+    name: str  # of the operator, the preset or the structure
+    values: dict[str, Any]  # kernel: backend, case; step: model, is_whole; structure: nothing
 
     @property
     def id(self) -> str:
         """As in `h100 paged_attention/gpu llama3_8b decode`."""
         if self.kind == "step":
             return f"{self.target} {self.name}"
+        if self.kind == "structure":
+            return f"{self.target} structure {self.name}"
         return f"{self.target} {self.name}/{self.values['backend']} {self.values['case']}"
 
     @property
     def seconds(self) -> int:
         """How long each of its compiles may take."""
-        return STEP_SECONDS if self.kind == "step" else KERNEL_SECONDS
+        return KERNEL_SECONDS if self.kind == "kernel" else STEP_SECONDS
 
 
 def target_names() -> list[str]:
@@ -126,6 +131,7 @@ def jobs_for(
     targets: Sequence[str],
     cases: Mapping[str, Mapping[str, Any]],
     presets: Sequence[str],
+    structures: Sequence[str] = (),
 ) -> list[Job]:
     """All that is asked of those targets, target by target; steps, the slow ones, first.
 
@@ -139,6 +145,8 @@ def jobs_for(
             if name in entry["targets"]:
                 values = {"model": entry["model"], "is_whole": name in entry["whole"]}
                 jobs.append(Job(name, "step", preset, values))
+        if name in STRUCTURE_TARGETS:
+            jobs += [Job(name, "structure", structure, {}) for structure in structures]
         jobs += [
             Job(name, "kernel", operator, {"backend": backend, "case": case_name})
             for operator, its_cases in cases.items()

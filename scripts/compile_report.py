@@ -95,6 +95,21 @@ def step_columns(job: Job, row: Row) -> list[str]:
     ]
 
 
+def structure_columns(job: Job, row: Row) -> list[str]:
+    """Cells of a structure's line."""
+    head = [job.target, job.name]
+    if row["status"] != "compiled":
+        return [*head, row["status"], *[""] * 3]
+    count = row["launches"]
+    return [
+        *head,
+        f"{row['seconds']:.1f} s",
+        str(row["num_layers"]),
+        _launches(count["straight"], count["loops"], count["in_loops"]),
+        f"{row['temporaries'] / 2**20:.1f} MiB",
+    ]
+
+
 def _launches(straight: float, loops: float, in_loops: float) -> str:
     return f"{straight:g}" + (f" + {loops:g} loops of {in_loops:g}" if loops else "")
 
@@ -102,6 +117,7 @@ def _launches(straight: float, loops: float, in_loops: float) -> str:
 KERNEL_HEAD = ["target", "kernel", "case", "compiled", "launches", "takes", "spills"]
 STEP_HEAD = ["target", "preset", "compiled", "weights", "pages", "temporaries", "GiB in all"]
 STEP_HEAD += ["fits", "tokens cached", "launches a layer", "collectives"]
+STRUCTURE_HEAD = ["target", "structure", "compiled", "layers", "launches", "temporaries"]
 
 
 def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -122,6 +138,7 @@ def report(
     for kind, head, columns in (
         ("kernel", KERNEL_HEAD, kernel_columns),
         ("step", STEP_HEAD, step_columns),
+        ("structure", STRUCTURE_HEAD, structure_columns),
     ):
         lines = [columns(job, row) for job, row in pairs if job.kind == kind]
         if lines:

@@ -23,6 +23,7 @@ import kernel_cases
 from compile_kernels import TritonCompiler, check_kernel
 from compile_matrix import Job, load_matrix, load_target
 from compile_steps import check_step
+from compile_structures import check_structure
 from compile_target import Chip
 from compile_text import first_reason, xla_spills
 from fed_child import serve
@@ -47,6 +48,8 @@ class Worker:
         if job.kind == "step":
             model = self.matrix["models"][job.values["model"]]
             return check_step(chip, job.name, model, is_whole=job.values["is_whole"])
+        if job.kind == "structure":
+            return check_structure(chip, self.matrix["structures"][job.name])
         case = self.cases(job.name)[job.values["case"]]
         triton = self.triton(job.target) if chip.target.platform == "gpu" else None
         return check_kernel(chip, triton, case, job.values["backend"])

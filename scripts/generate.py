@@ -50,6 +50,9 @@ _TEMPLATE = flags.DEFINE_bool(
 _FORMAT = flags.DEFINE_enum("format", "text", ["text", "jsonl"], "what is printed on stdout")
 _CONFIG = flags.DEFINE_string("config", None, "a preset's name or a .toml file")
 _SET = flags.DEFINE_multi_string("set", [], "engine option, key.path=value; may be repeated")
+_LOAD_FORMAT = flags.DEFINE_enum(
+    "load_format", None, ["auto", "random"], "random: a configuration will do, weights are drawn"
+)
 
 _HELP = {
     "temperature": "0: greedy",
@@ -273,7 +276,10 @@ def run() -> int:
     if _CHAT.value and changes.get("n", 1) != 1:
         raise ValueError(f"--chat carries one answer; --n={changes['n']} asks for more")
     SamplingParams(**changes)  # its errors come before the model is loaded
-    llm = LLM(_MODEL.value, load_config(_CONFIG.value, _SET.value), on_loaded=print_plan)
+    overrides = [*_SET.value]
+    if _LOAD_FORMAT.value is not None:
+        overrides.append(f"load_format={_LOAD_FORMAT.value}")
+    llm = LLM(_MODEL.value, load_config(_CONFIG.value, overrides), on_loaded=print_plan)
     params = llm.default_params(**changes)
     runner = llm.engine.runner
     print(

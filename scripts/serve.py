@@ -32,6 +32,9 @@ _CONFIG = flags.DEFINE_string("config", None, "a preset's name or a .toml file")
 _SET = flags.DEFINE_multi_string(
     "set", [], "option of the engine or, as serving.*, of the server: key.path=value; repeatable"
 )
+_LOAD_FORMAT = flags.DEFINE_enum(
+    "load_format", None, ["auto", "random"], "random: a configuration will do, weights are drawn"
+)
 # Each sets the option of its name in `serving.`, and is None unless given.
 _TEXTS = {
     "host": "address to listen on; 127.0.0.1: this machine alone, 0.0.0.0: all networks",
@@ -49,6 +52,8 @@ for _name, _help in (_TEXTS | _PORTS).items():
 def overrides() -> list[str]:
     """All options given on the command line, as `key.path=value`."""
     chosen = list(_SET.value)
+    if _LOAD_FORMAT.value is not None:
+        chosen.append(f"load_format={_LOAD_FORMAT.value}")
     for name in _TEXTS:
         if (value := FLAGS[name].value) is not None:
             chosen.append(f"serving.{name}={json.dumps(value, ensure_ascii=False)}")

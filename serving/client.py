@@ -4,6 +4,7 @@
         for delta in client.generate("Once upon a time", max_tokens=32):
             print(delta.text, end="")
         answer = client.complete(messages=[{"role": "user", "content": "Hello"}])
+        vectors = client.embed(["one text", "another"]).vectors  # of an encoder
 
 A prompt is a text, token ids or messages. What fails raises `RpcError`; options that no request
 could carry raise `TypeError` or `ValueError` before anything is sent.
@@ -22,13 +23,15 @@ from jaxinfer.request import TokenLogprobs
 from jaxinfer.serving import grpc_messages as messages_
 from jaxinfer.serving.client_request import (
     ClientTls,
+    EmbedOptions,
     Messages,
     Options,
+    embed_request,
     generate_request,
     metadata_for,
     tokenize_request,
 )
-from jaxinfer.serving.generation import Delta, Result, Timing, Usage
+from jaxinfer.serving.generation import Delta, Embeddings, Result, Timing, Usage
 from jaxinfer.serving.grpc_status import FIELD_KEY, RETRY_AFTER_KEY
 from jaxinfer.serving.protos.jaxinfer.v1 import inference_pb2 as pb
 from jaxinfer.serving.protos.jaxinfer.v1.inference_pb2_grpc import InferenceStub
@@ -173,6 +176,14 @@ class Client:
         request = generate_request(prompt, token_ids, messages, options)
         return messages_.read_result(self._call(self._stub.Complete, request, timeout_s))
 
+    def embed(
+        self, inputs: str | Sequence[str | Sequence[int]], **options: Unpack[EmbedOptions]
+    ) -> Embeddings:
+        """The vectors of one text, or of several texts and lists of token ids, in order."""
+        timeout_s = options.pop("timeout_s", self._timeout_s)
+        request = embed_request(inputs, options)
+        return messages_.read_embeddings(self._call(self._stub.Embed, request, timeout_s))
+
     def tokenize(
         self,
         text: str | None = None,
@@ -261,6 +272,14 @@ class AsyncClient:
         timeout_s = options.pop("timeout_s", self._timeout_s)
         request = generate_request(prompt, token_ids, messages, options)
         return messages_.read_result(await self._call(self._stub.Complete, request, timeout_s))
+
+    async def embed(
+        self, inputs: str | Sequence[str | Sequence[int]], **options: Unpack[EmbedOptions]
+    ) -> Embeddings:
+        """The vectors of one text, or of several texts and lists of token ids, in order."""
+        timeout_s = options.pop("timeout_s", self._timeout_s)
+        request = embed_request(inputs, options)
+        return messages_.read_embeddings(await self._call(self._stub.Embed, request, timeout_s))
 
     async def tokenize(
         self,

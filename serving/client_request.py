@@ -48,6 +48,19 @@ class Options(TypedDict, total=False):
     prompt_logprobs: int | None
 
 
+class EmbedOptions(TypedDict, total=False):
+    """What a request to embed may say; see `LLM.embed` for what the first four mean."""
+
+    normalize: bool | None
+    dimensions: int | None
+    prompt_name: str | None
+    truncate: bool
+    model: str
+    request_id: str
+    user: str
+    timeout_s: float  # over the client's own
+
+
 @dataclasses.dataclass(frozen=True)
 class ClientTls:
     """PEM files for an encrypted connection."""
@@ -91,6 +104,24 @@ def generate_request(
         set_field(request, "token_ids", token_ids)
     elif messages is not None:
         request.chat.CopyFrom(write_chat(messages))
+    return request
+
+
+def embed_request(
+    inputs: str | Sequence[str | Sequence[int]],
+    options: Mapping[str, Any],
+) -> pb.EmbedRequest:
+    """The message of one text, or of several texts and lists of token ids."""
+    request = pb.EmbedRequest()
+    for text in [inputs] if isinstance(inputs, str) else inputs:
+        field = "text" if isinstance(text, str) else "token_ids"
+        set_field(request.input.add(), field, text)
+    unknown = options.keys() - EmbedOptions.__annotations__.keys()
+    if unknown:
+        raise TypeError(f"unknown options {', '.join(sorted(unknown))}")
+    for name, value in options.items():
+        if value is not None:
+            set_field(request, name, value)
     return request
 
 

@@ -14,6 +14,7 @@ class ErrorKind(enum.Enum):
     """name = (gRPC status name, HTTP status, OpenAI's `type`)"""
 
     INVALID = ("INVALID_ARGUMENT", 400, "invalid_request_error")
+    WRONG_MODEL = ("FAILED_PRECONDITION", 400, "wrong_model_error")  # it does not do that
     UNAUTHENTICATED = ("UNAUTHENTICATED", 401, "authentication_error")
     NOT_FOUND = ("NOT_FOUND", 404, "not_found_error")
     TOO_LARGE = ("RESOURCE_EXHAUSTED", 413, "invalid_request_error")

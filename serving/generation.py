@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from jaxinfer.request import FinishReason, TokenLogprobs
 from jaxinfer.sampling_params import SamplingParams
 
@@ -40,6 +42,30 @@ class GenerationRequest:
     timeout_s: float | None = None  # seconds from now until it is given up; None: the server's
     door: str = ""  # "http" or "grpc": for logs and metrics
     user: str = ""  # for the log: whom the client names as its user, or the name of its key
+    operation: str = "text_completion"  # for traces, in their words
+
+
+@dataclasses.dataclass(frozen=True)
+class EmbeddingRequest:
+    """Texts, or lists of token ids, to embed; see `LLM.embed` for what the fields mean."""
+
+    inputs: Sequence[str | Sequence[int]]
+    normalize: bool | None = None
+    dimensions: int | None = None
+    prompt_name: str | None = None
+    truncate: bool = False
+    request_id: str | None = None
+    timeout_s: float | None = None
+    door: str = ""
+    user: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Embeddings:
+    """The vectors of a request's inputs, in order, and how many tokens each of them has."""
+
+    vectors: np.ndarray  # float32 [inputs, dimensions]
+    num_tokens: list[int]
 
 
 class Delta(NamedTuple):
@@ -50,6 +76,7 @@ class Delta(NamedTuple):
     token_ids: list[int]
     logprobs: list[TokenLogprobs]  # one a token where `params.logprobs` asks, else empty
     finish_reason: FinishReason | None  # set in a sample's last delta
+    embedding: np.ndarray | None = None  # of an encoder: float32 [D], as pooled
 
     @classmethod
     def joined(cls, deltas: Sequence[Delta]) -> Delta:

@@ -9,9 +9,20 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
+
 from jaxinfer.request import FinishReason, TokenLogprobs
 from jaxinfer.serving.errors import ErrorKind, ServiceError
-from jaxinfer.serving.generation import CHAT_ROLES, Chat, Delta, Prompt, Result, Timing, Usage
+from jaxinfer.serving.generation import (
+    CHAT_ROLES,
+    Chat,
+    Delta,
+    Embeddings,
+    Prompt,
+    Result,
+    Timing,
+    Usage,
+)
 from jaxinfer.serving.protos.jaxinfer.v1 import inference_pb2 as pb
 from jaxinfer.serving.service import ModelInfo
 from jaxinfer.serving.stream import Stream
@@ -38,6 +49,18 @@ def read_prompt(request: pb.GenerateRequest | pb.TokenizeRequest) -> Prompt:
     names = ", ".join(f.name for f in request.DESCRIPTOR.oneofs_by_name["prompt"].fields)
     text = f"the request has no prompt; set one of {names}"
     raise ServiceError(ErrorKind.INVALID, text, field="prompt")
+
+
+def read_inputs(request: pb.EmbedRequest) -> list[str | list[int]]:
+    """The texts and lists of token ids to embed; `ServiceError` for an input without either."""
+    inputs: list[str | list[int]] = []
+    for index, item in enumerate(request.input):
+        kind = item.WhichOneof("input")
+        if kind is None or not (item.text or item.token_ids.ids):
+            text = f"input {index} is empty; set text or token_ids"
+            raise ServiceError(ErrorKind.INVALID, text, field="input")
+        inputs.append(item.text if kind == "text" else list(item.token_ids.ids))
+    return inputs
 
 
 def _role(name: str) -> str:
@@ -93,6 +116,16 @@ def finished(stream: Stream) -> pb.Finished:
             for token_id, item in zip(stream.prompt_token_ids, stream.prompt_logprobs, strict=True)
         )
     return message
+
+
+def embeddings(made: Embeddings) -> pb.EmbedResponse:
+    return pb.EmbedResponse(
+        embeddings=[
+            pb.Embedding(values=vector, num_tokens=num_tokens)
+            for vector, num_tokens in zip(made.vectors, made.num_tokens, strict=True)
+        ],
+        usage=pb.Usage(prompt_tokens=sum(made.num_tokens)),
+    )
 
 
 def model(info: ModelInfo) -> pb.Model:
@@ -196,6 +229,11 @@ def read_result(message: pb.CompleteResponse) -> Result:
         read_usage(end.usage),
         read_timing(end.timing),
     )
+
+
+def read_embeddings(message: pb.EmbedResponse) -> Embeddings:
+    vectors = [np.array(item.values, np.float32) for item in message.embeddings]
+    return Embeddings(np.stack(vectors), [item.num_tokens for item in message.embeddings])
 
 
 def read_model(message: pb.Model) -> ModelInfo:

@@ -25,8 +25,9 @@ from jaxinfer.serving import grpc_messages as messages
 from jaxinfer.serving.auth import ApiKeys
 from jaxinfer.serving.config import ServingConfig
 from jaxinfer.serving.errors import ErrorKind, ServiceError
-from jaxinfer.serving.generation import Chat, GenerationRequest
+from jaxinfer.serving.generation import Chat, EmbeddingRequest, GenerationRequest
 from jaxinfer.serving.grpc_auth import BearerAuth, caller_name
+from jaxinfer.serving.grpc_health import HealthServicer
 from jaxinfer.serving.grpc_status import abort
 from jaxinfer.serving.grpc_tls import server_credentials
 from jaxinfer.serving.health import Health, State
@@ -36,8 +37,6 @@ from jaxinfer.serving.service import Service
 from jaxinfer.serving.stream import Stream
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
-MAX_WATCHES = 256  # of health, at once: nobody needs a key for one
-MAX_NAME_LEN = 256  # of a service that is asked after
 MIN_PING_INTERVAL_S = 5.0  # a client that pings more often is cut
 
 Context = grpc.aio.ServicerContext
@@ -72,7 +71,7 @@ class GrpcServer:
         self._inference = _Inference(service, config.limits.send_timeout_s, keys, metrics)
         self._on_refused = lambda: metrics.refused("grpc", ErrorKind.UNAUTHENTICATED)
         self._state = health
-        self._health = _HealthServicer()
+        self._health = HealthServicer()
         self._server: grpc.aio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -147,6 +146,7 @@ class _Inference:
         methods = {
             "Generate": self._handler(streaming, self.generate, pb.GenerateRequest),
             "Complete": self._handler(unary, self.complete, pb.GenerateRequest),
+            "Embed": self._handler(unary, self.embed, pb.EmbedRequest),
             "Tokenize": self._handler(unary, self.tokenize, pb.TokenizeRequest),
             "Detokenize": self._handler(unary, self.detokenize, pb.DetokenizeRequest),
             "GetModel": self._handler(unary, self.get_model, pb.GetModelRequest),
@@ -182,6 +182,32 @@ class _Inference:
             finished=messages.finished(stream),
         )
 
+    async def embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
+        service, taken = self._service, asyncio.Event()
+        try:
+            service.check_can_embed()
+            service.loop.check_room()  # before any work
+            service.check_model(request.model)
+            timeout_s = _timeout_s(request, context, service.loop.limits.timeout_s)
+            optional = ("normalize", "dimensions", "prompt_name")
+            made = await service.embed(
+                EmbeddingRequest(
+                    messages.read_inputs(request),
+                    truncate=request.truncate,
+                    request_id=request.request_id or None,
+                    timeout_s=timeout_s,
+                    door="grpc",
+                    user=self._user(request.user, context),
+                    **{n: getattr(request, n) for n in optional if request.HasField(n)},
+                ),
+                on_taken=taken.set,
+            )
+        except ServiceError as error:
+            if not taken.is_set():
+                self._metrics.refused("grpc", error.kind)
+            raise
+        return messages.embeddings(made)
+
     async def tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         self._service.check_model(request.model)
         prompt = messages.read_prompt(request)
@@ -215,11 +241,9 @@ class _Inference:
 
     async def _ask(self, request: pb.GenerateRequest, context: Context) -> Stream:
         service = self._service
+        service.check_can_generate()
         service.loop.check_room()  # before any work
         service.check_model(request.model)
-        user = request.user
-        if not user and self._keys is not None:
-            user = caller_name(context.invocation_metadata(), self._keys) or ""
         return await service.generate(
             GenerationRequest(
                 messages.read_prompt(request),
@@ -229,9 +253,15 @@ class _Inference:
                 cache_salt=request.cache_salt,
                 timeout_s=_timeout_s(request, context, service.loop.limits.timeout_s),
                 door="grpc",
-                user=user,
+                user=self._user(request.user, context),
             )
         )
+
+    def _user(self, named: str, context: Context) -> str:
+        """Whom the request names, or the name of its key."""
+        if named or self._keys is None:
+            return named
+        return caller_name(context.invocation_metadata(), self._keys) or ""
 
     def _handler(
         self, kind: Callable[..., grpc.RpcMethodHandler], method: Method, message: type[Any]
@@ -323,7 +353,9 @@ class _Patience:
             self._call.cancel()
 
 
-def _timeout_s(request: pb.GenerateRequest, context: Context, limit_s: float) -> float | None:
+def _timeout_s(
+    request: pb.GenerateRequest | pb.EmbedRequest, context: Context, limit_s: float
+) -> float | None:
     """The earlier of the two deadlines, in seconds from now; None: the server's `limit_s` alone.
 
     A call's own deadline may be any; what the field asks beyond the limit is refused.
@@ -333,35 +365,6 @@ def _timeout_s(request: pb.GenerateRequest, context: Context, limit_s: float) ->
         return None if remaining is None else min(max(0.0, remaining), limit_s)
     asked = request.timeout_s  # of any value: the service refuses what is none
     return max(0.0, remaining) if remaining is not None and remaining < asked else asked
-
-
-class _HealthServicer(health.aio.HealthServicer):  # type: ignore[attr-defined]  # stubs lack aio
-    """The standard one, whose watchers do not hold up the end of the server."""
-
-    def __init__(self):
-        super().__init__()
-        self._watches: set[asyncio.Timeout] = set()
-
-    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
-        if len(self._watches) >= MAX_WATCHES or len(request.service) > MAX_NAME_LEN:
-            text = f"at most {MAX_WATCHES} watch at once, names of {MAX_NAME_LEN} characters"
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
-        watch = asyncio.timeout(None)
-        try:
-            async with watch:
-                self._watches.add(watch)
-                await super().Watch(request, context)
-        except TimeoutError:
-            return
-        finally:
-            self._watches.discard(watch)
-
-    async def end(self) -> None:
-        """Everything is NOT_SERVING from now on, and nobody watches any more."""
-        await self.enter_graceful_shutdown()
-        now = asyncio.get_running_loop().time()
-        for watch in self._watches:
-            watch.reschedule(now)
 
 
 def _options(config: ServingConfig) -> list[tuple[str, int]]:

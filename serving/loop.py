@@ -6,8 +6,8 @@
 Rules, each with a test:
 
 * **Inbox.** A request is taken while fewer than `scheduler.max_rows + limits.max_waiting` samples
-  are unfinished, and while the prompts still waiting for a first token stay within
-  `limits.max_waiting_tokens`; else it is refused at once (OVERLOADED), before any work.
+  (of an encoder: texts, `max_waiting_texts`) are unfinished, and while prompts that wait for their
+  first token stay within `limits.max_waiting_tokens`; else it is refused at once (OVERLOADED).
 * **Outbox.** What a client has not read is joined into one delta a sample, so it grows with tokens
   alone. A client that leaves more than `limits.max_unread_tokens` of them unread has its request
   cancelled (SLOW_READER); nobody waits for it.
@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 from absl import logging
 
-from jaxinfer import Engine, InvalidRequestError
+from jaxinfer import Embedder, Engine, InvalidRequestError
 from jaxinfer.engine import Update
 from jaxinfer.request import Request, TokenLogprobs
 from jaxinfer.serving.config import LimitsConfig
@@ -60,7 +60,7 @@ class EngineLoop:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Engine | Embedder,
         limits: LimitsConfig | None = None,
         *,
         observers: tuple[Observer, ...] = (),
@@ -74,7 +74,9 @@ class EngineLoop:
         self.step_started: float | None = None  # monotonic; for the watchdog. None: between steps
         self._observers = Observers(observers)
         self._on_death = on_death
-        self._max_unfinished = engine.config.scheduler.max_rows + self.limits.max_waiting
+        self._limit = "max_waiting_texts" if isinstance(engine, Embedder) else "max_waiting"
+        num_waiting = getattr(self.limits, self._limit)
+        self._max_unfinished = engine.config.scheduler.max_rows + num_waiting
         self._num_unfinished = 0  # samples
         self._num_waiting_tokens = 0  # of prompts without a first token
         self._streams: dict[str, Stream] = {}
@@ -126,7 +128,7 @@ class EngineLoop:
             raise ServiceError(
                 ErrorKind.OVERLOADED,
                 f"{self._num_unfinished} samples are under way, of {self._max_unfinished} that may "
-                f"be (scheduler.max_rows + serving.limits.max_waiting), and {num_samples} more "
+                f"be (scheduler.max_rows + serving.limits.{self._limit}), and {num_samples} more "
                 "were asked for; try again later",
                 retry_after_s=1.0,
             )
@@ -383,8 +385,8 @@ class EngineLoop:
             del self._running[request.id]
             if not any(s.id in self._running for s in self._samples[stream]):
                 del self._samples[stream]
-        delta = Delta(index, update.text, update.token_ids, logprobs, update.finish_reason)
-        return stream, delta
+        new = update.text, update.token_ids, logprobs, update.finish_reason, update.embedding
+        return stream, Delta(index, *new)
 
     def _call(self, function: Callable[..., None], *args: object) -> None:
         """Run `function` in the event loop; nobody is left to tell once that has closed."""

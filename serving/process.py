@@ -32,9 +32,9 @@ from typing import Any, NoReturn, TypeVar
 
 from absl import logging
 
-from jaxinfer import ConfigError, Engine, EngineConfig
+from jaxinfer import ConfigError, Embedder, Engine, EngineConfig
 from jaxinfer.host import calm_collector, compute_behind_serving
-from jaxinfer.llm import load_engine
+from jaxinfer.llm import load_model
 from jaxinfer.loading.checkpoint import GenerationDefaults
 from jaxinfer.serving.auth import ApiKeys
 from jaxinfer.serving.config import ServingConfig
@@ -118,15 +118,15 @@ class _Server:
         if config.grpc_port is not None:  # gRPC listens later, in its own way; can it?
             check_port(config.host, config.grpc_port, "serving.grpc_port")
 
-    def _load(self) -> tuple[Engine, GenerationDefaults]:
-        return load_engine(
+    def _load(self) -> tuple[Engine | Embedder, GenerationDefaults]:
+        return load_model(
             self._model,
             self._engine_config,
             show_progress=sys.stderr.isatty(),
             on_loaded=lambda engine: _say(_plan(engine)),
         )
 
-    async def _open(self, engine: Engine, generation: GenerationDefaults) -> None:
+    async def _open(self, engine: Engine | Embedder, generation: GenerationDefaults) -> None:
         """From a warm engine to doors that take requests."""
         config = self._config
         write_request_log(sys.stderr)
@@ -154,9 +154,9 @@ class _Server:
             app = build_app(service, config, self._keys, self._health, self._metrics)
             self._startup.app = app
         self._health.set(State.SERVING)
-        self._announce(service.model.name)
+        self._announce(service.model.name, has_page=config.page and isinstance(engine, Engine))
 
-    def _announce(self, model_name: str) -> None:
+    def _announce(self, model_name: str, *, has_page: bool) -> None:
         """The addresses: a line of JSON for programs, one of text for people."""
         host, scheme = _reachable(self._config.host), "http"
         if self._config.tls.certificate is not None:
@@ -166,7 +166,7 @@ class _Server:
         about = {"http": http, "grpc": grpc, "model": model_name, "pid": os.getpid()}
         print(json.dumps(about), flush=True)
         places = [
-            f"page {http}/" if http and self._config.page else None,
+            f"page {http}/" if http and has_page else None,
             f"API {http}/v1" if http else None,
             f"gRPC {grpc}" if grpc else None,
         ]
@@ -292,11 +292,17 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
-def _plan(engine: Engine) -> str:
+def _plan(engine: Engine | Embedder) -> str:
+    model = engine.model
+    about = f"{engine.name}: {model.num_parameters:,} parameters as {model.numerics.dtype.name}"
+    if isinstance(engine, Embedder):
+        return (
+            f"{about}, vectors of {engine.dim} numbers, texts of up to {engine.max_len} tokens, "
+            f"{engine.num_programs} programs; compiling"
+        )
     memory = engine.runner.memory
     return (
-        f"{engine.name}: {engine.model.num_parameters:,} parameters as "
-        f"{engine.model.numerics.dtype.name}, {memory.num_pages:,} pages of {memory.page_size} "
+        f"{about}, {memory.num_pages:,} pages of {memory.page_size} "
         f"tokens ({memory.cache_bytes / 2**20:,.0f} MiB), up to "
         f"{engine.config.scheduler.max_rows} requests at once; compiling"
     )

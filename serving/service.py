@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from jaxinfer import Engine, SamplingParams
+import numpy as np
+
+from jaxinfer import Embedder, Engine, InvalidRequestError, SamplingParams
+from jaxinfer.embedding.embedder import NOTHING_SAMPLED
+from jaxinfer.embedding.sentences import check_dimensions, encode_text, finished
+from jaxinfer.llm import NO_EMBEDDING, NO_GENERATION
 from jaxinfer.loading.checkpoint import GenerationDefaults
 from jaxinfer.sampling_params import SamplingParamsError
 from jaxinfer.serving.errors import ErrorKind, ServiceError
-from jaxinfer.serving.generation import Chat, GenerationRequest, Prompt
+from jaxinfer.serving.generation import (
+    Chat,
+    EmbeddingRequest,
+    Embeddings,
+    GenerationRequest,
+    Prompt,
+)
 from jaxinfer.serving.loop import EngineLoop, Stream
 from jaxinfer.stats import EngineStats
 from jaxinfer.tokenizer import Tokenizer
@@ -33,14 +45,15 @@ class ModelInfo:
     dtype: str  # of weights and activations
     has_chat_template: bool
     created: int  # when it was loaded, seconds of the Unix epoch
+    embedding_dim: int = 0  # numbers of an encoder's vector; 0: the model generates
 
 
 class Service:
-    """Text in, streams out. Methods are for the event loop's thread and raise `ServiceError`."""
+    """Text in, streams or vectors out. For the event loop's thread; raises `ServiceError`."""
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Engine | Embedder,
         loop: EngineLoop,
         *,
         generation: GenerationDefaults | None = None,
@@ -48,6 +61,7 @@ class Service:
     ):
         self.loop = loop
         self.model = _model_info(engine, model_name)
+        self._embedder = engine if isinstance(engine, Embedder) else None
         self._tokenizer = engine.tokenizer
         self._generation = generation or GenerationDefaults()
         self._long_encode = asyncio.Lock()
@@ -77,13 +91,63 @@ class Service:
             text = f"there is no model {name!r} here; this server has {self.model.name!r}"
             raise ServiceError(ErrorKind.NOT_FOUND, text, field="model")
 
+    def check_can_generate(self) -> None:
+        if self._embedder is not None:
+            raise ServiceError(ErrorKind.WRONG_MODEL, NO_GENERATION)
+
+    def check_can_embed(self) -> Embedder:
+        if self._embedder is None:
+            raise ServiceError(ErrorKind.WRONG_MODEL, NO_EMBEDDING)
+        return self._embedder
+
     async def generate(self, request: GenerationRequest) -> Stream:
         """Queue a request. Whoever does not read its stream to the end has to `cancel` it."""
+        self.check_can_generate()
         submitted_at = time.monotonic()
         with self.loop.place(request.params.n):
             token_ids = await self.tokenize(request.prompt)
             self._check_reports(request.params, len(token_ids))
         return self.loop.submit(request, token_ids, submitted_at=submitted_at)
+
+    async def embed(
+        self, request: EmbeddingRequest, *, on_taken: Callable[[], object] = lambda: None
+    ) -> Embeddings:
+        """The vectors of all inputs, or of none and the error of the first at fault; whoever
+        cancels the call ends them. Inputs of many requests share batches. `on_taken` is called
+        once no input was refused: errors after it count as the requests', not the door's."""
+        embedder, submitted_at = self.check_can_embed(), time.monotonic()
+        inputs, streams = request.inputs, []
+        if not inputs:
+            raise ServiceError(ErrorKind.INVALID, "there is no input; give one", field="input")
+        try:
+            with _about_input():
+                check_dimensions(embedder, request.dimensions)
+                with self.loop.place(len(inputs)):
+                    all_ids = await self._encode_inputs(embedder, request)
+            for index, token_ids in enumerate(all_ids):
+                one = _request_of(request, index)
+                with _about_input(index if len(inputs) > 1 else None):
+                    streams.append(self.loop.submit(one, token_ids, submitted_at=submitted_at))
+            on_taken()
+            vectors = [(await stream.collect()).samples[0].embedding for stream in streams]
+        finally:
+            for stream in streams:
+                stream.cancel()
+        pooled = np.stack([vector for vector in vectors if vector is not None])
+        named = {"normalize": request.normalize, "dimensions": request.dimensions}
+        return Embeddings(finished(embedder, pooled, **named), [len(ids) for ids in all_ids])
+
+    async def _encode_inputs(
+        self, embedder: Embedder, request: EmbeddingRequest
+    ) -> list[list[int]]:
+        def encode() -> list[list[int]]:
+            named = {"prompt_name": request.prompt_name, "truncate": request.truncate}
+            return [encode_text(embedder, text, **named) for text in request.inputs]
+
+        if sum(map(len, request.inputs)) <= LONG_TEXT:
+            return encode()
+        async with self._long_encode:
+            return await asyncio.to_thread(encode)
 
     async def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text or a conversation; ids come back as they are."""
@@ -145,7 +209,40 @@ class Service:
             raise ServiceError(ErrorKind.INVALID, f"{field}: {error}", field=field) from error
 
 
-def _model_info(engine: Engine, name: str | None) -> ModelInfo:
+@contextlib.contextmanager
+def _about_input(index: int | None = None) -> Iterator[None]:
+    """What is wrong with a text, said of the input that it was."""
+    where = "" if index is None else f"input {index}: "
+    names = {"prompt": "input", "n": "input"}
+    try:
+        yield
+    except InvalidRequestError as error:
+        field = names.get(error.field or "", error.field)
+        raise ServiceError(ErrorKind.INVALID, f"{where}{error}", field=field) from error
+    except ServiceError as error:
+        field = names.get(error.field or "", error.field)
+        again = error.retry_after_s
+        text = f"{where}{error.message}"
+        raise ServiceError(error.kind, text, field=field, retry_after_s=again) from error
+
+
+def _request_of(request: EmbeddingRequest, index: int) -> GenerationRequest:
+    """One input of a request, for the loop."""
+    request_id = request.request_id
+    if request_id is not None and len(request.inputs) > 1:
+        request_id = f"{request_id}.{index}"
+    return GenerationRequest(
+        request.inputs[index],
+        NOTHING_SAMPLED,
+        request_id=request_id,
+        timeout_s=request.timeout_s,
+        door=request.door,
+        user=request.user,
+        operation="embeddings",
+    )
+
+
+def _model_info(engine: Engine | Embedder, name: str | None) -> ModelInfo:
     config = engine.model.config
     return ModelInfo(
         name=name or engine.name or "model",
@@ -155,4 +252,5 @@ def _model_info(engine: Engine, name: str | None) -> ModelInfo:
         dtype=str(engine.model.numerics.dtype),
         has_chat_template=engine.tokenizer is not None and engine.tokenizer.has_chat_template,
         created=int(time.time()),
+        embedding_dim=engine.dim if isinstance(engine, Embedder) else 0,
     )

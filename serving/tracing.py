@@ -54,8 +54,9 @@ class Tracing:
         timing, error = stream.timing, stream.error
         end = time.time_ns()
         start = end - int((timing.total_s or 0.0) * NANOSECONDS)
+        verb = "embed" if stream.request.operation == "embeddings" else "generate"
         span = self._tracer.start_span(
-            f"generate {self._model_name}", kind=SpanKind.SERVER, start_time=start
+            f"{verb} {self._model_name}", kind=SpanKind.SERVER, start_time=start
         )
         span.set_attributes(self._attributes(stream, [reasons[i] for i in sorted(reasons)]))
         for name, seconds in (("admitted", timing.queue_s), ("first_token", timing.first_token_s)):
@@ -71,7 +72,7 @@ class Tracing:
     ) -> dict[str, str | int | float | Sequence[str]]:
         request, usage, timing = stream.request, stream.usage, stream.timing
         attributes: dict[str, str | int | float | Sequence[str]] = {
-            "gen_ai.operation.name": "text_completion",
+            "gen_ai.operation.name": request.operation,
             "gen_ai.request.model": self._model_name,
             "gen_ai.request.temperature": request.params.temperature,
             "gen_ai.request.top_p": request.params.top_p,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import httpx
 from tiny_server import tiny_service
 
-from jaxinfer import Engine
+from jaxinfer import Embedder, Engine
 from jaxinfer.serving import AsyncClient, RpcError
 from jaxinfer.serving.auth import ApiKeys
 from jaxinfer.serving.config import LimitsConfig, ServingConfig
@@ -152,19 +152,24 @@ class Doors(NamedTuple):
     async def idle(self) -> None:
         """Wait until nothing is under way and every page is back."""
         loop = self.service.loop
-        while loop.num_streams or loop.engine.has_requests or loop.engine.pool.num_owned:
+        while loop.num_streams or loop.engine.has_requests or _num_owned(loop.engine):
             await asyncio.sleep(0.002)
+
+
+def _num_owned(engine: Engine | Embedder) -> int:
+    return engine.pool.num_owned if isinstance(engine, Engine) else 0
 
 
 @contextlib.asynccontextmanager
 async def doors(
-    engine: Engine, *, keys: ApiKeys | None = None, key: str | None = None, **limits: Any
+    engine: Engine | Embedder, *, keys: ApiKeys | None = None, key: str | None = None, **limits: Any
 ) -> AsyncIterator[Doors]:
     """One service behind both doors."""
     config = ServingConfig(http_port=0, grpc_port=0, limits=LimitsConfig(**limits))
-    async with tiny_service(engine, config.limits) as service:
-        health = Health()
-        metrics = Metrics(health)
+    health = Health()
+    metrics = Metrics(health)
+    observers = (metrics.observer,)
+    async with tiny_service(engine, config.limits, observers=observers) as service:
         metrics.watch(service.loop, service.model.name)
         health.set(State.SERVING)
         app = build_app(service, config, keys, health, metrics)

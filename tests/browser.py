@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from tiny_server import Brake, tiny_engine, tiny_service
 
+from jaxinfer import Engine
 from jaxinfer.serving.auth import ApiKeys
 from jaxinfer.serving.config import LimitsConfig, ServingConfig
 from jaxinfer.serving.health import Health, State
@@ -37,7 +38,9 @@ class Site:
 
     def __init__(self, service: Service, page: Any, url: str):
         self.service = service
-        self.pool = service.loop.engine.pool
+        engine = service.loop.engine
+        assert isinstance(engine, Engine)
+        self.pool = engine.pool
         self.page = page
         self.url = url
         self.complaints: list[str] = []  # of the browser: broken rules of the page, exceptions

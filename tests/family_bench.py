@@ -52,17 +52,19 @@ class GgufForm:
 
 @dataclass(frozen=True)
 class FamilyCase:
-    """`config` is laid over `COMMON` (a None takes a key away)."""
+    """`config` is laid over `COMMON` (a None takes a key away); `nulls` are keys that are null."""
 
     config: Mapping[str, Any]
     gguf: GgufForm | None = None
     seed: int = 0
     sequence_lens: tuple[int, ...] = (20, 50)
     generation: Mapping[str, Any] = field(default_factory=dict)
+    nulls: tuple[str, ...] = ()
 
     @property
     def config_json(self) -> dict[str, Any]:
-        return {key: v for key, v in (COMMON | dict(self.config)).items() if v is not None}
+        given = {key: v for key, v in (COMMON | dict(self.config)).items() if v is not None}
+        return given | dict.fromkeys(self.nulls)
 
     def sequences(self) -> list[list[int]]:
         """Random token ids of `sequence_lens`, special ones excepted."""

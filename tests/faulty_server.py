@@ -79,7 +79,7 @@ def patch(fault: str, checkpoint: str) -> None:
         patch_step(lambda engine: freeze(events, engine))
     elif fault == "load_waits":
         patch_step(slow)
-        load = process.load_engine
+        load = process.load_model
 
         def patched_load(*args: Any, **kwargs: Any) -> Any:
             loaded = load(*args, **kwargs)
@@ -87,7 +87,7 @@ def patch(fault: str, checkpoint: str) -> None:
                 time.sleep(0.01)
             return loaded
 
-        process.load_engine = patched_load
+        process.load_model = patched_load
     else:
         patch_step({"slow": slow, "die": die, "stick": stick}[fault])
 

@@ -56,7 +56,9 @@ class Door:
     async def idle(self) -> None:
         """Wait until nothing is under way and every page is back."""
         loop = self.service.loop
-        while loop.num_streams or loop.engine.has_requests or loop.engine.pool.num_owned:
+        engine = loop.engine
+        assert isinstance(engine, Engine)
+        while loop.num_streams or engine.has_requests or engine.pool.num_owned:
             await asyncio.sleep(0.002)
 
 

@@ -178,9 +178,15 @@ def test_text_parts_are_joined_and_other_keys_kept():
     messages = [{"role": "user", "content": parts, "name": "Ann"}, calls]
     assert check_messages(messages) == [
         {"role": "user", "content": "a\nb", "name": "Ann"},
-        calls,
+        {"role": "assistant", "tool_calls": [{"name": "f"}]},
     ]
     assert messages[0]["content"] is parts
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
+def test_reasoning_reaches_a_template_by_whatever_name(key):
+    (message,) = check_messages([{"role": "assistant", "content": "4", key: "2 + 2"}])
+    assert message["reasoning_content"] == message["thinking"] == "2 + 2"
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from jaxinfer.config import load_config, preset_names
+from jaxinfer.models import HF_FAMILIES
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -67,6 +68,18 @@ def test_a_matrix_that_names_what_is_not_there_is_refused_as_a_whole(tmp_path):
         load_matrix(path)
 
 
+def test_every_decoder_has_a_structure_that_its_family_reads():
+    """The presets' is Llama's, and Mistral's the same with a window, as Phi 3 and Gemma 2 have."""
+    structures = load_matrix()["structures"]
+    found = {"llama", "mistral", "mistral3", "olmo3", "gemma"}
+    for name, table in structures.items():
+        family = HF_FAMILIES[table["model_type"]]
+        config = {key: value for key, value in table.items() if key != "like"}
+        assert family.config_from_hf(config, {}).num_layers <= 2, name
+        found.add(family.name)
+    assert found == {family.name for family in HF_FAMILIES.values()} - {"bert"}
+
+
 def case(**fields: Any) -> Any:
     blank = {"function": print, "arguments": (), "options": {}, "make": print, "bytes_moved": 0}
     return kernel_cases.Case(**blank, flops=0, tolerance=0, **fields)
@@ -81,12 +94,14 @@ def test_jobs_are_the_cases_on_the_chips_that_their_backends_are_for_and_steps_c
             "new": case(backends=("gpu", "hopper")),
         }
     }
-    assert [job.id for job in jobs_for(matrix, ["h100", "v5e", "a100"], cases, ["p"])] == [
+    assert [job.id for job in jobs_for(matrix, ["h100", "v5e", "a100"], cases, ["p"], ["s"])] == [
         "h100 p",
+        "h100 structure s",
         "h100 o/gpu all",
         "h100 o/xla plain",
         "h100 o/gpu new",
         "h100 o/hopper new",
+        "v5e structure s",
         "v5e o/tpu all",
         "v5e o/xla plain",
         "a100 o/gpu all",
@@ -144,6 +159,15 @@ def test_a_choice_is_all_none_or_known_names():
             matrix_module.choose("targets", wrong, ["a", "b"])
 
 
+STRUCTURE = Job("h100", "structure", "s", {})
+STRUCTURE_ROW = {
+    "id": STRUCTURE.id,
+    "status": "compiled",
+    "seconds": 2.0,
+    "num_layers": 2,
+    "temporaries": 2**20,
+    "launches": {"straight": 16, "loops": 1, "in_loops": 2},
+}
 STEP = Job("h100", "step", "p", {"model": "m", "is_whole": True})
 KERNEL = Job("h100", "kernel", "o", {"backend": "gpu", "case": "decode"})
 STEP_ROW = {
@@ -177,10 +201,11 @@ BUDGETS = {STEP.id: {"launches": 8, "loops": 0, "launches_in_loops": 0}}
 
 
 def test_what_keeps_to_its_budget_passes():
-    text, has_passed = report_module.report([STEP, KERNEL], [STEP_ROW, KERNEL_ROW], BUDGETS, {})
+    jobs, rows = [STEP, KERNEL, STRUCTURE], [STEP_ROW, KERNEL_ROW, STRUCTURE_ROW]
+    text, has_passed = report_module.report(jobs, rows, BUDGETS, {})
     assert has_passed and "FAILED" not in text
     assert "128 registers, 64 KiB shared" in text and "3.00 of 4.00" in text
-    assert "all-reduce 2 (1.0 MiB)" in text
+    assert "all-reduce 2 (1.0 MiB)" in text and "16 + 1 loops of 2" in text
 
 
 @pytest.mark.parametrize(
@@ -197,6 +222,7 @@ def test_what_keeps_to_its_budget_passes():
         (KERNEL, KERNEL_ROW, {"status": "refused", "reason": "Mosaic says no"}, "Mosaic says no"),
         (KERNEL, KERNEL_ROW, {"status": "declined", "reason": "head dim"}, "declined: head dim"),
         (STEP, STEP_ROW, {"status": "timed out", "reason": "300 s"}, "timed out: 300 s"),
+        (STRUCTURE, STRUCTURE_ROW, {"status": "refused", "reason": "no"}, "refused: no"),
     ],
 )  # fmt: skip
 def test_what_fails_is_named_with_its_reason(job, row, change, reason):

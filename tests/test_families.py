@@ -11,10 +11,15 @@ from family_bench import REFERENCES, make_tensors, recorded, write_gguf, write_h
 from family_groups import ALL, GROUPS
 
 from jaxinfer import SamplingParams
+from jaxinfer.kernels.quantized_matmul import QuantArray, dequantize
+from jaxinfer.loading.quantize import quantize_weights
 
 TOLERANCE = 1e-4  # float32 logits of tiny random checkpoints
 NUM_GREEDY = 24
 WITH_GGUF = [(group, name) for group, name in ALL if GROUPS[group][name].gguf is not None]
+FIRST_OF_TYPE = list(
+    {GROUPS[g][name].config["model_type"]: (g, name) for g, name in reversed(ALL)}.values()
+)
 
 
 def _tensors(group: str, name: str):
@@ -50,9 +55,26 @@ def test_a_gguf_file_is_the_same_model(group, name, tmp_path):
     _equals_the_recorded(group, name, *running.load(path))
 
 
+@pytest.mark.parametrize(("group", "name"), FIRST_OF_TYPE)
+def test_quantized_weights_are_what_they_stand_for(group, name):
+    """Products with weights in int8 against products with the arrays that these stand for."""
+    model, weights = _loaded(group, name)
+    quantized = quantize_weights(model, weights, "int8")
+    is_packed = [isinstance(weight, QuantArray) for weight in quantized]
+    assert sum(is_packed) >= 3 * model.config.num_layers
+    dense = tuple(
+        dequantize(weight) if packed else weight
+        for weight, packed in zip(quantized, is_packed, strict=True)
+    )
+    [tokens, *_] = GROUPS[group][name].sequences()
+    found, wanted = (running.all_logits(model, w, tokens) for w in (quantized, dense))
+    assert np.abs(found - wanted).max() <= TOLERANCE
+    assert np.abs(wanted - running.all_logits(model, weights, tokens)).max() > TOLERANCE
+
+
 @pytest.mark.parity
 @pytest.mark.parametrize(("group", "name"), ALL)
-def test_logits_and_greedy_tokens_equal_transformers(group, name, tmp_path):
+def test_logits_and_greedy_tokens_equal_transformers(group, name, tmp_path, record_property):
     """Live: all logits of a sequence; greedy tokens of several prompts through the engine, in one
     batch and in chunks, against `generate` of each alone."""
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
@@ -82,7 +104,9 @@ def test_logits_and_greedy_tokens_equal_transformers(group, name, tmp_path):
             for prompt in prompts
         ]
     found = running.all_logits(model, weights, prompts[1])
-    assert np.abs(found - wanted).max() <= TOLERANCE
+    difference = float(np.abs(found - wanted).max())
+    record_property("difference", difference)
+    assert difference <= TOLERANCE
 
     sizes = {"scheduler": {"max_tokens": 16, "max_rows": 4}, "min_bucket": 16, "max_len": 128}
     engine = running.engine(model, weights, sizes)

@@ -13,9 +13,16 @@ import pytest
 from jaxinfer import SamplingParams
 from jaxinfer.request import FinishReason, TokenLogprobs
 from jaxinfer.serving import grpc_messages as messages
-from jaxinfer.serving.client_request import Options
+from jaxinfer.serving.client_request import EmbedOptions, Options
 from jaxinfer.serving.errors import ErrorKind, ServiceError
-from jaxinfer.serving.generation import Chat, Delta, GenerationRequest, Timing, Usage
+from jaxinfer.serving.generation import (
+    Chat,
+    Delta,
+    EmbeddingRequest,
+    GenerationRequest,
+    Timing,
+    Usage,
+)
 from jaxinfer.serving.protos.jaxinfer.v1 import inference_pb2 as pb
 from jaxinfer.serving.service import ModelInfo
 from jaxinfer.stats import EngineStats, StepStats
@@ -78,9 +85,14 @@ def test_every_sampling_parameter_is_in_the_proto_and_can_be_left_unset():
 
 
 def test_every_field_of_a_request_is_in_the_proto_and_in_the_clients_options():
-    ours = {field.name for field in dataclasses.fields(GenerationRequest)} - {"prompt", "door"}
+    of_the_server = {"prompt", "door", "operation"}
+    ours = {field.name for field in dataclasses.fields(GenerationRequest)} - of_the_server
     assert ours < set(pb.GenerateRequest.DESCRIPTOR.fields_by_name)
     assert set(Options.__annotations__) == FIELDS | (ours - {"params"}) | {"model"}
+
+    ours = {field.name for field in dataclasses.fields(EmbeddingRequest)} - {"inputs", "door"}
+    in_proto = set(pb.EmbedRequest.DESCRIPTOR.fields_by_name)
+    assert in_proto == ours | {"input", "model"} == {"input", *EmbedOptions.__annotations__}
 
 
 @pytest.mark.parametrize(
@@ -91,7 +103,7 @@ def test_every_field_of_a_request_is_in_the_proto_and_in_the_clients_options():
         (pb.Model, [field.name for field in dataclasses.fields(ModelInfo)]),
         (pb.Usage, [field.name for field in dataclasses.fields(Usage)]),
         (pb.Timing, [field.name for field in dataclasses.fields(Timing)]),
-        (pb.Sample, Delta._fields),
+        (pb.Sample, [name for name in Delta._fields if name != "embedding"]),
         (pb.TokenLogprobs, TokenLogprobs._fields),
     ],
 )

@@ -281,7 +281,7 @@ def test_keys_guard_what_costs_and_leave_probes_and_the_page_open(engine):
 def test_unknown_paths_and_methods_are_told_in_the_same_shape(engine):
     async def main():
         async with http_door(engine) as door:
-            assert "/v1/embeddings" in error_of(await door.ask("/v1/embeddings"), 404)["message"]
+            assert "/v1/responses" in error_of(await door.ask("/v1/responses"), 404)["message"]
             for path in ("/v1/models/", "/v1/completions/"):
                 error_of(await door.client.get(path), 404)
             reply = await door.client.get("/v1/completions")

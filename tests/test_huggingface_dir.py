@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import tracemalloc
@@ -14,9 +15,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_checkpoints import write_checkpoint
 
 from jaxinfer.loading import CheckpointError, hub, open_checkpoint
+from jaxinfer.loading.assign import functional_model, load_weights
 from jaxinfer.loading.safetensors_header import read_safetensors
+from jaxinfer.nn.layers import Numerics
 
 DTYPES = {
     "F64": np.float64,
@@ -25,6 +29,9 @@ DTYPES = {
     "BF16": ml_dtypes.bfloat16,
     "F8_E4M3": ml_dtypes.float8_e4m3fn,
     "F8_E5M2": ml_dtypes.float8_e5m2,
+    "F8_E4M3FNUZ": ml_dtypes.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": ml_dtypes.float8_e5m2fnuz,
+    "F8_E8M0": ml_dtypes.float8_e8m0fnu,
     "I64": np.int64,
     "I32": np.int32,
     "I16": np.int16,
@@ -88,7 +95,7 @@ def refused(source: Path | str) -> str:
 @pytest.mark.parametrize("name", DTYPES)
 @pytest.mark.parametrize("pad", [0, 1])
 def test_a_tensor_keeps_its_dtype_shape_and_values(name, pad, tmp_path):
-    values = (np.arange(12).reshape(3, 4) % 3).astype(DTYPES[name])
+    values = (np.arange(12).reshape(3, 4) % 3 + 1).astype(DTYPES[name])
     write_safetensors(tmp_path / "a.safetensors", {"w": values}, pad)
     tensor = read_safetensors(tmp_path / "a.safetensors")["w"]
     assert (tensor.dtype, tensor.shape, tensor.nbytes) == (name, (3, 4), values.nbytes)
@@ -96,6 +103,13 @@ def test_a_tensor_keeps_its_dtype_shape_and_values(name, pad, tmp_path):
     assert read.dtype == values.dtype
     assert read.flags.aligned
     np.testing.assert_array_equal(read, values)
+
+
+def test_numbers_of_four_bits_come_as_the_bytes_that_hold_two(tmp_path):
+    header = {"w": {"dtype": "F4", "shape": [8, 16], "data_offsets": [0, 64]}}
+    tensor = read_safetensors(write_raw_header(tmp_path / "a.safetensors", header))["w"]
+    assert (tensor.dtype, tensor.shape, tensor.nbytes) == ("F4", (8, 8), 64)
+    assert tensor.read().dtype == np.uint8
 
 
 def test_files_of_the_safetensors_package_are_read(tmp_path):
@@ -194,7 +208,10 @@ def test_an_index_cannot_reach_outside_its_directory(name, tmp_path):
         (b"[" * 100_000, "not valid JSON"),
         ([], "not an object"),
         ({"w": 5}, "described by 5"),
-        ({"w": {"dtype": "F4", "shape": [1], "data_offsets": [0, 1]}}, "dtype 'F4'"),
+        ({"w": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]}}, "dtype 'F6_E2M3'"),
+        ({"w": {"dtype": "F4", "shape": [3], "data_offsets": [0, 1]}}, "is not even"),
+        ({"w": {"dtype": "F4", "shape": [], "data_offsets": [0, 1]}}, "is not even"),
+        ({"w": {"dtype": "F4", "shape": [4], "data_offsets": [0, 4]}}, "needs 2 bytes"),
         ({"w": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}, "has shape [-1]"),
         ({"w": {"dtype": "F32", "shape": [True], "data_offsets": [0, 4]}}, "has shape [True]"),
         ({"w": {"dtype": "F32", "shape": 1, "data_offsets": [0, 4]}}, "has shape 1"),
@@ -255,10 +272,54 @@ def test_pickled_weights_are_refused_unopened_with_the_way_out(name, tmp_path):
     assert "convert the model to safetensors" in said
 
 
-def test_a_weights_file_of_another_name_is_pointed_at(tmp_path):
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("gptq_model-4bit-128g.safetensors",),
+        ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"),
+        ("model.safetensors", "other.safetensors"),
+        ("model.safetensors", "consolidated.safetensors"),
+        ("weights.safetensors", "consolidated-00001-of-00001.safetensors", "adapter_a.safetensors"),
+    ],
+)
+def test_other_names_of_weights_files_are_found(names, tmp_path):
     write_json(tmp_path / "config.json", {})
-    write_safetensors(tmp_path / "consolidated.safetensors", tensors_named("a"))
-    assert "rename a single file to model.safetensors" in refused(tmp_path)
+    for i, name in enumerate(names):
+        write_safetensors(tmp_path / name, tensors_named(f"{'a' if i == 0 else 'b'}"))
+    expected = {"a", "b"} if names[0].startswith("model-") else {"a"}
+    assert open_checkpoint(tmp_path).tensors.keys() == expected
+
+
+def test_an_index_of_another_name_is_used_if_it_is_the_only_one(tmp_path):
+    write_shards(tmp_path)
+    (tmp_path / "model.safetensors.index.json").rename(tmp_path / "x.safetensors.index.json")
+    write_json(tmp_path / "consolidated.safetensors.index.json", {})
+    assert open_checkpoint(tmp_path).tensors.keys() == {"a", "b", "c"}
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("consolidated.safetensors",), "a publisher's own names"),
+        (("adapter_model.safetensors",), "an adapter"),
+        (("a.safetensors", "b.safetensors"), "rename a single file to model.safetensors"),
+        (("m-00001-of-00002.safetensors",), "shard m-00002-of-00002.safetensors is missing"),
+        (("m-00001-of-00002.safetensors", "x.safetensors"), "fetch the index"),
+        (("m-00001-of-00001.safetensors", "n-00001-of-00001.safetensors"), "fetch the index"),
+    ],
+)
+def test_weights_files_that_are_no_model_are_named(names, message, tmp_path):
+    write_json(tmp_path / "config.json", {})
+    for name in names:
+        write_safetensors(tmp_path / name, tensors_named("a"))
+    assert message in refused(tmp_path)
+
+
+def test_shards_without_an_index_that_hold_a_tensor_twice_are_refused(tmp_path):
+    write_json(tmp_path / "config.json", {})
+    for i in (1, 2):
+        write_safetensors(tmp_path / f"m-0000{i}-of-00002.safetensors", tensors_named("a"))
+    assert "has tensor 'a', which another has too" in refused(tmp_path)
 
 
 def test_an_empty_directory_lists_all_it_lacks(tmp_path):
@@ -275,43 +336,23 @@ def test_a_damaged_config_is_refused(content, model):
     assert "config.json" in refused(model)
 
 
-# Generation defaults
+# From tensors to parameters
 
 
-def test_generation_config_wins_over_config_key_by_key(model):
-    write_json(
-        model / "config.json",
-        {"eos_token_id": 7, "bos_token_id": 1, "pad_token_id": -1, "temperature": 0.1},
-    )
-    generation = {"eos_token_id": [2, 5, 2], "bos_token_id": None, "temperature": 0.7}
-    generation |= {"top_k": 40, "top_p": 1, "repetition_penalty": 1.1, "do_sample": True}
-    write_json(model / "generation_config.json", generation)
-    defaults = open_checkpoint(model).generation
-    assert defaults.eos_token_ids == (2, 5)
-    assert (defaults.bos_token_id, defaults.pad_token_id) == (1, None)
-    assert (defaults.temperature, defaults.top_k, defaults.top_p) == (0.7, 40, 1)
-    assert (defaults.min_p, defaults.repetition_penalty, defaults.do_sample) == (None, 1.1, True)
-
-
-def test_a_silent_checkpoint_has_no_defaults(model):
-    write_json(model / "config.json", {})
-    defaults = open_checkpoint(model).generation
-    assert defaults.eos_token_ids == ()
-    assert defaults.temperature is None
-
-
-def test_every_default_of_the_wrong_type_is_reported(model):
-    write_json(model / "generation_config.json", {"temperature": "hot", "top_k": 1.5})
-    write_json(model / "config.json", {"eos_token_id": 2, "min_p": True})
-    said = refused(model)
-    for message in ("temperature is 'hot'", "top_k is 1.5", "min_p is True"):
-        assert message in said
-
-
-@pytest.mark.parametrize("eos", [[2, "x"], [-1], -2, [True]])
-def test_eos_ids_that_are_no_ids_are_refused(eos, model):
-    write_json(model / "generation_config.json", {"eos_token_id": eos})
-    assert "eos_token_id is" in refused(model)
+def test_a_table_can_pass_over_what_belongs_to_another_modality(tmp_path):
+    folder = write_checkpoint("gqa", tmp_path)
+    tensors = read_safetensors(folder / "model.safetensors")
+    vision = {"vision_tower.layers.0.weight": np.zeros((2, 3), np.float32)}
+    tower = {name: tensor.read() for name, tensor in tensors.items()} | vision
+    write_safetensors(folder / "model.safetensors", tower)
+    checkpoint = open_checkpoint(folder)
+    model = functional_model(checkpoint, Numerics())
+    with pytest.raises(CheckpointError, match=r"vision_tower\.layers\.0\.weight"):
+        load_weights(checkpoint, model)
+    table = model.family.hf_weights(model.config)
+    wanted = dataclasses.replace(table, ignored=(*table.ignored, r"vision_tower\..*"))
+    model.family = dataclasses.replace(model.family, hf_weights=lambda config: wanted)
+    assert len(load_weights(checkpoint, model)) == len(model.parameters)
 
 
 # The hub

@@ -38,6 +38,7 @@ ARRAY_FREE = (
 ENGINE_SURFACE = {
     "jaxinfer",
     "jaxinfer.config",
+    "jaxinfer.embedding.embedder",
     "jaxinfer.engine",
     "jaxinfer.host",
     "jaxinfer.llm",
@@ -45,6 +46,7 @@ ENGINE_SURFACE = {
     "jaxinfer.options",
     "jaxinfer.request",
     "jaxinfer.sampling_params",
+    "jaxinfer.embedding.sentences",
     "jaxinfer.stats",
     "jaxinfer.tokenizer",
     "jaxinfer.chat_template",
@@ -198,6 +200,7 @@ def test_the_product_imports_what_it_declares():
         "grpc_health": "grpcio_health_checking",
         "grpc_reflection": "grpcio_reflection",
         "opentelemetry": "opentelemetry_sdk",
+        "orbax": "orbax_checkpoint",
     }
 
     def is_wrong(imported: Imported) -> bool:
@@ -237,8 +240,15 @@ def test_programs_are_made_in_the_step_alone():
             path, "jax.jit", "nnx.jit", "flax.nnx.jit", "jax.pmap", "jax.experimental.pjit"
         )
     }
-    # The decoder's is part of a program: it lets equal layers share one trace.
-    assert users == {"jaxinfer/step.py", "jaxinfer/models/decoder.py"}
+    # An encoder's whole step is the embedder's. The decoder's is part of a program: it lets equal
+    # layers share one trace. Random weights are drawn in parts, which a constraint inside a program
+    # alone can ask for.
+    assert users == {
+        "jaxinfer/step.py",
+        "jaxinfer/embedding/embedder.py",
+        "jaxinfer/models/decoder.py",
+        "jaxinfer/loading/random.py",
+    }
 
 
 def test_jit_is_applied_once_a_program_and_at_module_level():

@@ -278,7 +278,8 @@ def token_sequences(variant: TinyLlama) -> list[list[int]]:
 
 def write_safetensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
     """Write one safetensors file (header length, JSON header, data), keeping the given order."""
-    kinds = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+    kinds = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3"}
+    kinds |= {"uint8": "U8", "int8": "I8", "int32": "I32", "int64": "I64"}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, array in tensors.items():

@@ -6,6 +6,8 @@ import dataclasses
 from pathlib import Path
 
 from jaxinfer.loading.checkpoint import (
+    ARRAYS_FOLDER,
+    MANIFEST_FILE,
     Checkpoint,
     CheckpointError,
     GenerationDefaults,
@@ -13,20 +15,21 @@ from jaxinfer.loading.checkpoint import (
 )
 from jaxinfer.loading.gguf import open_gguf, shard_paths
 from jaxinfer.loading.hub import download, is_hub_id
-from jaxinfer.loading.huggingface import PICKLE_SUFFIXES, open_huggingface
+from jaxinfer.loading.huggingface import CONFIG_FILE, PICKLE_SUFFIXES, open_huggingface
 
 __all__ = ["Checkpoint", "CheckpointError", "GenerationDefaults", "StoredTensor", "open_checkpoint"]
 
 DEMO = "demo"
 
 
-def open_checkpoint(source: str | Path) -> Checkpoint:
+def open_checkpoint(source: str | Path, *, needs_weights: bool = True) -> Checkpoint:
     """Open a checkpoint; headers are read and checked, tensors stay on disk until asked for.
 
     `source` is a `.gguf` file (any shard of a split one), a Hugging Face directory, a directory
-    that holds one GGUF model and no safetensors, "demo" (the demo model, fetched if it is not in
-    the cache), or a hub id "organisation/name" where no such path exists. `CheckpointError`
-    otherwise.
+    that `scripts/convert.py` wrote, a directory that holds one GGUF model and no safetensors,
+    "demo" (the demo model, fetched if it is not in the cache), or a hub id "organisation/name"
+    where no such path exists. Without `needs_weights` (random ones will do) also a directory with
+    a `config.json` alone, or such a `.json` file. `CheckpointError` otherwise.
     """
     if source == DEMO:
         # Imported here, so that `python -m jaxinfer.loading.demo` does not find itself imported.
@@ -38,22 +41,23 @@ def open_checkpoint(source: str | Path) -> Checkpoint:
     path = Path(source).expanduser()
     try:
         if path.is_dir():
-            return _open_directory(path)
+            return _open_directory(path, needs_weights)
         if path.is_file():
-            return _open_file(path)
+            return _open_file(path, needs_weights)
         if path.exists():
             raise CheckpointError(f"{path}: neither a file nor a directory")
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error})") from error
     if isinstance(source, str) and is_hub_id(source):
-        return dataclasses.replace(open_huggingface(download(source)), name=source)
+        opened = open_huggingface(download(source), needs_weights=needs_weights)
+        return dataclasses.replace(opened, name=source)
     raise CheckpointError(
         f"{source}: there is no such file or directory, and it is no hub id (organisation/name); "
         'pass a .gguf file, a Hugging Face directory, a hub id or "demo"'
     )
 
 
-def _open_file(path: Path) -> Checkpoint:
+def _open_file(path: Path, needs_weights: bool) -> Checkpoint:
     if path.suffix == ".gguf":
         return open_gguf(path)
     if path.suffix == ".safetensors":
@@ -66,13 +70,27 @@ def _open_file(path: Path) -> Checkpoint:
             f"{path}: pickled weights can run code when opened and are refused; convert the model "
             "to safetensors (save_pretrained of transformers writes it)"
         )
+    if path.suffix == ".json":
+        if needs_weights:
+            raise CheckpointError(
+                f"{path}: a configuration without weights; pass the directory of the model, or "
+                "run it with random weights (--set load_format=random)"
+            )
+        opened = open_huggingface(path.parent, config_file=path.name, needs_weights=False)
+        return opened if path.name == CONFIG_FILE else dataclasses.replace(opened, name=path.stem)
     raise CheckpointError(f"{path}: not a .gguf file; pass one, or a Hugging Face directory")
 
 
-def _open_directory(path: Path) -> Checkpoint:
+def _open_directory(path: Path, needs_weights: bool) -> Checkpoint:
+    if (path / MANIFEST_FILE).exists() or (path / ARRAYS_FOLDER).is_dir():
+        # Imported here: jax and Orbax take a second, and other formats are described without.
+        from jaxinfer.loading.orbax import open_converted
+
+        return open_converted(path)
     files = sorted(file for file in path.iterdir() if file.suffix == ".gguf")
     if not files or any(path.glob("*.safetensors")):
-        return open_huggingface(path)  # whose error says what a directory needs
+        # Its errors say what a directory needs.
+        return open_huggingface(path, needs_weights=needs_weights)
     others = [file.name for file in files if file not in shard_paths(files[0])]
     if others:
         names = ", ".join(file.name for file in files)

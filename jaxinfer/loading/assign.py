@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from jaxinfer.loading.checkpoint import Checkpoint, CheckpointError, StoredTensor
+from jaxinfer.loading.load_report import LoadReport
+from jaxinfer.loading.packing import Unpackable, pack_parameter, place_packed
+from jaxinfer.loading.placement import Piece, place
+from jaxinfer.loading.quantize import can_quantize, quantize_parameter, recipe_of
 from jaxinfer.models import GGUF_FAMILIES, HF_FAMILIES
 from jaxinfer.models.family import Transform, WeightTable
 from jaxinfer.models.functional import FunctionalModel, ParameterSpec, Weights
 from jaxinfer.nn.layers import Numerics
+from jaxinfer.nn.quantized import Quantized
 
-NUM_THREADS = 2  # tensors in flight: what peak host memory holds besides the weights
+MAX_RANDOM_LAYERS = 1_000
+# Parameters in flight: what peak host memory holds besides the weights.
+NUM_THREADS = min(8, os.cpu_count() or 1)
 
 
 class Part(NamedTuple):
@@ -24,7 +32,7 @@ class Part(NamedTuple):
 
     tensor: StoredTensor
     dims: tuple[int, ...]
-    target: Any  # an index of the parameter
+    item: int | None  # of the parameter's first axis; None: it is the parameter
 
 
 def functional_model(checkpoint: Checkpoint, numerics: Numerics) -> FunctionalModel:
@@ -45,10 +53,13 @@ def functional_model(checkpoint: Checkpoint, numerics: Numerics) -> FunctionalMo
         config = read(checkpoint.metadata, checkpoint.tensors)
     except (ValueError, TypeError, ArithmeticError, KeyError) as error:
         raise CheckpointError(f"{checkpoint.path}: {error}") from error
-    if config.num_layers > len(checkpoint.tensors):  # a claim of millions would take hours to build
+    # A claim of millions would take hours to build; without tensors, weights are to be random.
+    most = len(checkpoint.tensors) or MAX_RANDOM_LAYERS
+    if config.num_layers > most:
         raise CheckpointError(
             f"{checkpoint.path}: claims {config.num_layers:,} layers, but holds "
-            f"{len(checkpoint.tensors)} tensors; the configuration belongs to another model"
+            f"{len(checkpoint.tensors)} tensors; the configuration belongs to another model (with "
+            f"random weights it may have {MAX_RANDOM_LAYERS:,})"
         )
     return FunctionalModel(family, config, numerics)
 
@@ -57,82 +68,113 @@ def load_weights(
     checkpoint: Checkpoint,
     model: FunctionalModel,
     *,
+    keep_packed: bool = False,
+    quantize: str | None = None,
+    shardings: Mapping[str, Sharding] | None = None,
     on_progress: Callable[[int], Any] = lambda num_bytes: None,
 ) -> Weights:
-    """The model's weights in its own order, one device array each, in the model's type.
+    """The model's weights in its own order, on the devices, in the model's type.
+
+    `keep_packed` leaves quantized weights as they are, where a product takes them so: then they are
+    of `nn.quantized.Quantized`. `quantize` (a key of `quantize.RECIPES`) quantizes products'
+    weights that are not. What became of them is logged. `shardings` by parameter path; a parameter
+    without one lies on the default device.
 
     All missing, unexpected and misshapen tensors are named in one `CheckpointError`, before any is
     read. A weight with a NaN or an infinity is refused. Reads tensor by tensor from the memory
-    map. `on_progress` gets the bytes of each parameter as it is done.
+    map. `on_progress` gets the bytes of each parameter, in the model's type, as it is done.
     """
+    if checkpoint.restore is not None:
+        how = {"keep_packed": keep_packed, "quantize": quantize}
+        return checkpoint.restore(model, **how, shardings=shardings, on_progress=on_progress)
     family = model.family
     weights_of: Any = family.gguf_weights if checkpoint.format == "gguf" else family.hf_weights
     sources = _match(checkpoint, model, weights_of(model.config))
+    recipe = None if quantize is None else recipe_of(quantize)
+    report = LoadReport()
 
-    def load(spec: ParameterSpec, parts: list[Part], transform: Transform) -> jax.Array:
-        buffer = _aligned_empty(spec.dims, spec.dtype)
-        for tensor, dims, target in parts:
-            values = np.asarray(transform.read(tensor.read(spec.dtype), dims))
-            _fill(buffer[target], values, f"{checkpoint.path}: {tensor.name}")
-        array = jax.device_put(buffer.reshape(spec.shape))
+    def load(spec: ParameterSpec, parts: list[Part], transform: Transform) -> Any:
+        packed = None
+        if keep_packed and any(part.tensor.is_packable for part in parts):
+            try:
+                packed = _read_packed(checkpoint, spec, parts, transform)
+            except Unpackable as why:
+                report.add_dequantized(spec.path, str(why))
+        sharding = (shardings or {}).get(spec.path)
+        if packed is not None:
+            weight: Any = place_packed(packed, spec, sharding)
+        else:
+            pieces = [_piece(checkpoint, spec, part, transform) for part in parts]
+            if recipe is not None and can_quantize(spec, recipe):
+                whole = np.asarray(place(spec.shape, spec.dtype, pieces, _host()))
+                weight = place_packed(quantize_parameter(spec, whole, recipe), spec, sharding)
+            else:
+                weight = place(spec.shape, spec.dtype, pieces, sharding)
         on_progress(spec.nbytes)
-        return array
+        return weight
 
     with ThreadPoolExecutor(NUM_THREADS) as pool:
         futures = [pool.submit(load, *source) for source in sources]
         try:
-            return tuple(future.result() for future in futures)
+            weights = tuple(future.result() for future in futures)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+    report.log(model, weights)
+    return weights
 
 
-def _fill(buffer: np.ndarray, values: np.ndarray, name: str) -> None:
-    """Copy values in the buffer's type; refuse those that are not finite in it."""
-    # Summing finds NaN and infinity without a temporary of the tensor's size.
-    with np.errstate(over="ignore", invalid="ignore"):
-        np.copyto(buffer, values, casting="unsafe")
-        if not np.isfinite(buffer.sum(dtype=np.float64)):
-            bad = np.count_nonzero(~np.isfinite(buffer.astype(np.float32)))
+def _host() -> Sharding:
+    return SingleDeviceSharding(jax.devices("cpu")[0])
+
+
+def _piece(checkpoint: Checkpoint, spec: ParameterSpec, part: Part, transform: Transform) -> Piece:
+    """A stored tensor as the numbers of its part of the parameter."""
+    read = lambda: transform.read(part.tensor.read(spec.dtype), part.dims)
+    return Piece(f"{checkpoint.path}: {part.tensor.name}", part.item, read)
+
+
+def _read_packed(
+    checkpoint: Checkpoint, spec: ParameterSpec, parts: list[Part], transform: Transform
+) -> Quantized:
+    """The parameter as it is stored; `Unpackable` where it cannot be."""
+    if spec.packs is None:
+        raise Unpackable("it is no product's weight")
+    rows = [part.tensor.read_packed() for part in parts]
+    for part, stored in zip(parts, rows, strict=True):
+        if stored is None:
+            raise Unpackable(f"{part.tensor.name} is stored as {part.tensor.dtype}")
+        if not stored.is_finite():
             raise CheckpointError(
-                f"{name} holds {bad} values that are NaN or infinite "
-                f"as {buffer.dtype}: the file is damaged or was converted wrongly (fetch or "
-                "convert it again), or the type is too narrow (try --set dtype=bfloat16)"
+                f"{checkpoint.path}: {part.tensor.name} has scales that are NaN or infinite: the "
+                "file is damaged or was converted wrongly (fetch or convert it again)"
             )
-
-
-def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """A buffer that jax on a CPU takes over as it is, being 64-byte aligned; another it would copy,
-    and peak memory was 1.5 times the weights."""
-    num_bytes = math.prod(shape) * dtype.itemsize
-    raw = np.empty(num_bytes + 64, np.uint8)
-    start = -raw.ctypes.data % 64
-    return raw[start : start + num_bytes].view(dtype).reshape(shape)
+    return pack_parameter(spec, rows, transform, parts[0].dims)  # type: ignore[arg-type]
 
 
 def _match(
     checkpoint: Checkpoint, model: FunctionalModel, table: WeightTable
 ) -> list[tuple[ParameterSpec, list[Part], Transform]]:
     problems, sources, used = [], [], set()
+    tensors = {table.known_name(name): tensor for name, tensor in checkpoint.tensors.items()}
     for spec in model.parameters:
-        stored, transform = table.lookup(spec.path, spec.dims)
+        stored, transform = table.lookup(spec.path, spec.dims, tensors)
         is_whole = isinstance(stored, str)
         dims, parts = spec.dims if is_whole else spec.dims[1:], []
         for i, name in enumerate([stored] if is_whole else stored):
             used.add(name)
-            tensor = checkpoint.tensors.get(name)
+            tensor = tensors.get(name)
             if tensor is None:
                 problems.append(f"{name} is missing (for {spec.path}, {list(dims)})")
                 continue
             wanted = transform.stored_shape(dims)
             if tuple(tensor.shape) != tuple(wanted):
                 problems.append(f"{name} has shape {list(tensor.shape)}; expected {list(wanted)}")
-            parts.append(Part(tensor, dims, ... if is_whole else i))
+            parts.append(Part(tensor, dims, None if is_whole else i))
         sources.append((spec, parts, transform))
     problems += [
-        f"{name} {list(checkpoint.tensors[name].shape)} belongs to no parameter of "
-        f"{model.family.name}"
-        for name in checkpoint.tensors
+        f"{tensor.name} {list(tensor.shape)} belongs to no parameter of {model.family.name}"
+        for name, tensor in tensors.items()
         if name not in used and not table.is_ignored(name)
     ]
     if problems:

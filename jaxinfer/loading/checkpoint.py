@@ -7,6 +7,7 @@ Nothing here knows about models or parameters, and nothing imports jax: a reader
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from jaxinfer.loading.quantized.rows import QuantRows
 from jaxinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
 
 FLOAT32 = np.dtype(np.float32)
 MAX_PROBLEMS_SHOWN = 20
+# Of a converted checkpoint (`jaxinfer.loading.orbax`).
+MANIFEST_FILE = "jaxinfer.json"
+ARRAYS_FOLDER = "arrays"
 MAX_JSON_BYTES = 64 * 2**20  # configs are kilobytes; the index of a 1T model is a few megabytes
 
 # Stored names of the number formats that are read as they are; GGUF and safetensors agree on them
@@ -33,6 +38,9 @@ PLAIN_DTYPES: Mapping[str, np.dtype[Any]] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E4M3FNUZ": np.dtype(ml_dtypes.float8_e4m3fnuz),
+    "F8_E5M2FNUZ": np.dtype(ml_dtypes.float8_e5m2fnuz),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),  # powers of two: scales
     "I64": np.dtype(np.int64),
     "I32": np.dtype(np.int32),
     "I16": np.dtype(np.int16),
@@ -43,6 +51,9 @@ PLAIN_DTYPES: Mapping[str, np.dtype[Any]] = {
     "U8": np.dtype(np.uint8),
     "BOOL": np.dtype(np.bool_),
 }
+
+
+ALIGNMENT = 64  # bytes: what jax on a CPU takes over as it is; another buffer it would copy
 
 
 class CheckpointError(ValueError):
@@ -57,6 +68,19 @@ class CheckpointError(ValueError):
         if len(problems) > MAX_PROBLEMS_SHOWN:
             lines.append(f"  - and {len(problems) - MAX_PROBLEMS_SHOWN} more")
         return cls(f"{where}: {len(problems)} problems\n" + "\n".join(lines))
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+    """A buffer that jax on a CPU need not copy: peak memory was 1.5 times the weights."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    raw = np.empty(num_bytes + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + num_bytes].view(dtype).reshape(shape)
+
+
+def is_aligned(values: np.ndarray) -> bool:
+    """Whether jax on a CPU takes the values over as they are."""
+    return values.ctypes.data % ALIGNMENT == 0
 
 
 # From the type that quantized numbers become to the values.
@@ -107,6 +131,7 @@ class StoredTensor:
     dtype: str
     nbytes: int
     _load: Loader = field(repr=False, compare=False)
+    _load_packed: Callable[[], QuantRows] | None = field(default=None, repr=False, compare=False)
 
     def read(self, dequantized: np.dtype[Any] = FLOAT32) -> np.ndarray:
         """The values, `shape`-shaped: quantized types as `dequantized`, others in their own dtype.
@@ -114,6 +139,15 @@ class StoredTensor:
         The result may be a read-only view of the mapped file: keep it no longer than needed.
         """
         return self._load(dequantized)
+
+    @property
+    def is_packable(self) -> bool:
+        """Whether it is of a quantized type that `read_packed` gives as it is."""
+        return self._load_packed is not None
+
+    def read_packed(self) -> QuantRows | None:
+        """The values, scales and zero points of a type that can stay quantized; None of others."""
+        return None if self._load_packed is None else self._load_packed()
 
 
 @dataclass(frozen=True)
@@ -129,6 +163,8 @@ class GenerationDefaults:
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    max_new_tokens: int | None = None
+    stop_strings: tuple[str, ...] = ()
 
     def sampling_params(self, **changes: Any) -> SamplingParams:
         """What the checkpoint recommends, then `changes`."""
@@ -136,6 +172,10 @@ class GenerationDefaults:
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         if self.do_sample is False:
             given["temperature"] = 0.0
+        if self.max_new_tokens is not None:
+            given["max_tokens"] = self.max_new_tokens
+        if self.stop_strings:
+            given["stop"] = self.stop_strings
         return SamplingParams(**{**given, **changes})
 
 
@@ -144,7 +184,9 @@ class Checkpoint:
     """An opened checkpoint: headers are read and checked, tensors are still on disk.
 
     `metadata` holds the GGUF key-values without the vocabulary arrays, or the dictionary of
-    `config.json`. `path` is the file (the first one of a split GGUF) or the directory.
+    `config.json`. `path` is the file (the first one of a split GGUF) or the directory. `format` is
+    the one that metadata and tensor names follow; where the parameters have been converted
+    (`jaxinfer.loading.orbax`), `restore` reads them, and tensors are names and shapes alone.
     """
 
     path: Path
@@ -154,6 +196,7 @@ class Checkpoint:
     tensors: Mapping[str, StoredTensor]
     generation: GenerationDefaults
     _build_tokenizer: Callable[[], Tokenizer] = field(repr=False, compare=False)
+    restore: Callable[..., Any] | None = field(default=None, repr=False, compare=False)
 
     def tokenizer(self) -> Tokenizer:
         """Build the tokenizer: a new one each call (tenths of a second), so keep it.

@@ -25,13 +25,20 @@ from jaxinfer.loading.checkpoint import (
     CheckpointError,
     GenerationDefaults,
     StoredTensor,
+    aligned_empty,
 )
 from jaxinfer.loading.gguf_header import GgufHeader, TensorInfo, read_header
-from jaxinfer.loading.gguf_tokenizer import VOCABULARY_KEYS, build_tokenizer, special_ids
+from jaxinfer.loading.gguf_tokenizer import build_tokenizer
+from jaxinfer.loading.gguf_vocabulary import VOCABULARY_KEYS, special_ids
+from jaxinfer.loading.quantized.gguf_blocks import READERS, read_blocks
+from jaxinfer.loading.quantized.rows import QuantRows
 
 QUANTIZED_TYPES = frozenset(
     GGMLQuantizationType[name]
-    for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+    for name in (
+        *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
+        "MXFP4",
+    )
 )
 # Elements dequantized at once. The formulas' temporaries are a few times that and should stay in
 # the cache: reading the demo model takes 0.4 s so, 0.9 s with four times as many (2 cores, 2026).
@@ -101,7 +108,7 @@ def dequantize(
     """
     block, block_bytes = GGML_QUANT_SIZES[kind]
     raw = data.map(np.dtype(np.uint8), (data.size,))
-    values = np.empty(data.size // block_bytes * block, dtype)
+    values = aligned_empty((data.size // block_bytes * block,), dtype)
     step = CHUNK_ELEMENTS // block
     # Damaged scales overflow here; whoever loads the weights reports what is not finite.
     with np.errstate(all="ignore"):
@@ -126,12 +133,18 @@ def _unreadable(info: TensorInfo) -> str:
 
 
 def _stored(path: Path, info: TensorInfo) -> StoredTensor:
-    data = Bytes(path, info.offset, info.nbytes)
+    data, packed = Bytes(path, info.offset, info.nbytes), None
     if info.type in QUANTIZED_TYPES:
         load = partial(dequantize, data, info.shape, info.type)
+        if info.type.name in READERS:
+            packed = partial(_read_packed, data, info.shape, info.type.name)
     else:
         load = data.plain(PLAIN_DTYPES.get(info.type.name, np.dtype(np.uint8)), info.shape)
-    return StoredTensor(info.name, info.shape, info.type.name, info.nbytes, load)
+    return StoredTensor(info.name, info.shape, info.type.name, info.nbytes, load, packed)
+
+
+def _read_packed(data: Bytes, shape: tuple[int, ...], kind: str) -> QuantRows:
+    return read_blocks(data.map(np.dtype(np.uint8), (data.size,)), shape, kind)
 
 
 def _name(metadata: Mapping[str, Any], path: Path) -> str:

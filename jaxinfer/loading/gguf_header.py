@@ -12,7 +12,7 @@ import itertools
 import math
 import mmap
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -180,20 +180,43 @@ def read_header(path: Path) -> GgufHeader:
         raise CheckpointError(f"{path}: not a GGUF file ({error})") from error
 
 
+def copy_key_values(source: Path, target: Path) -> None:
+    """Write a GGUF file of the key-values of `source` alone, without those of a split."""
+    with source.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        cursor = _Cursor(source, data)
+        _, num_key_values = _read_preamble(cursor)
+        version = data[len(MAGIC) : len(MAGIC) + _U32.size]
+        kept = [
+            data[start:end]
+            for start, end, key, _ in _read_key_values(cursor, num_key_values)
+            if not key.startswith("split.")
+        ]
+        counts = _U64.pack(0) + _U64.pack(len(kept))
+        target.write_bytes(MAGIC + version + counts + b"".join(kept))
+
+
 def _read(cursor: _Cursor) -> GgufHeader:
     num_tensors, num_key_values = _read_preamble(cursor)
     metadata: dict[str, Any] = {}
-    for index in range(num_key_values):
-        key = cursor.text(f"key {index}", MAX_NAME_BYTES)
+    for _, _, key, value in _read_key_values(cursor, num_key_values):
         if key in metadata:
             raise cursor.error(f"key {key!r} occurs twice; the file is corrupt")
-        metadata[key] = cursor.value(cursor.u32(f"the type of {key!r}"), repr(key))
+        metadata[key] = value
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     if type(alignment) is not int or not 1 <= alignment <= MAX_ALIGNMENT or alignment % 8:
         raise cursor.error(
             f"general.alignment is {alignment!r}, not a multiple of 8 up to {MAX_ALIGNMENT}"
         )
     return GgufHeader(metadata, _read_directory(cursor, num_tensors, alignment))
+
+
+def _read_key_values(cursor: _Cursor, count: int) -> Iterator[tuple[int, int, str, Any]]:
+    """Each one's first byte and the one past its last, its key and its value."""
+    for index in range(count):
+        start = cursor.position
+        key = cursor.text(f"key {index}", MAX_NAME_BYTES)
+        value = cursor.value(cursor.u32(f"the type of {key!r}"), repr(key))
+        yield start, cursor.position, key, value
 
 
 def _read_preamble(cursor: _Cursor) -> tuple[int, int]:

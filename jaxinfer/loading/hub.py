@@ -12,6 +12,8 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 ALLOW_PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
 # Second copies of the weights, in the publisher's own layout.
 IGNORE_PATTERNS = ["consolidated*", "original/*", "*/*"]
+# What a sentence model has in folders, which no pattern of the above lets in alone.
+SENTENCE_PATTERNS = ["*_Pooling/config.json"]
 
 
 def is_hub_id(source: str) -> bool:
@@ -28,11 +30,14 @@ def download(hub_id: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(
+        folder = Path(
             snapshot_download(
                 hub_id, allow_patterns=ALLOW_PATTERNS, ignore_patterns=IGNORE_PATTERNS
             )
         )
+        if (folder / "modules.json").is_file():
+            snapshot_download(hub_id, allow_patterns=SENTENCE_PATTERNS)
+        return folder
     # Its errors share no base class: HTTP, cache, validation and socket errors come through.
     except Exception as error:
         raise CheckpointError(

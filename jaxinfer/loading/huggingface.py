@@ -1,15 +1,17 @@
 """Hugging Face model directories.
 
-Read are `config.json`, the weights (`model.safetensors`, or the shards that
-`model.safetensors.index.json` lists), `generation_config.json`, and, on `Checkpoint.tokenizer()`,
-the tokenizer files. Precedence: what generation needs (EOS ids and the like) is taken key by key
-from `generation_config.json`, then from `config.json`; `null` counts as silent. Pickled weights
-(`.bin`, `.pt`, `.pth`, `.ckpt`) are never opened.
+Read are `config.json`, the weights, `generation_config.json` (`jaxinfer.loading.generation`), and,
+on `Checkpoint.tokenizer()`, the tokenizer files. The weights are, in this order: what
+`model.safetensors.index.json` lists, or another `*.safetensors.index.json` if it is the only one;
+`model.safetensors`; a whole set of shards `NAME-00001-of-0000N.safetensors`; the only other
+`.safetensors` file. Passed over are `consolidated*` (a publisher's second copy, with tensor names
+of its own) and `adapter_*`. Pickled weights (`.bin`, `.pt`, `.pth`, `.ckpt`) are never opened.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,41 +19,53 @@ from typing import Any
 from jaxinfer.loading.checkpoint import (
     Checkpoint,
     CheckpointError,
-    GenerationDefaults,
     StoredTensor,
     read_json_object,
 )
+from jaxinfer.loading.generation import generation_defaults
 from jaxinfer.loading.huggingface_tokenizer import build_tokenizer
+from jaxinfer.loading.quantized.scheme import unite
 from jaxinfer.loading.safetensors_header import read_safetensors
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
+INDEX_SUFFIX = ".safetensors.index.json"
+INDEX_FILE = "model" + INDEX_SUFFIX
+PASSED_OVER = ("consolidated", "adapter_")
+_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
 
 
-def open_huggingface(directory: Path) -> Checkpoint:
+def open_huggingface(
+    directory: Path, *, config_file: str = CONFIG_FILE, needs_weights: bool = True
+) -> Checkpoint:
     """Open the model directory `directory`.
 
-    `CheckpointError` lists everything that is missing or damaged at once.
+    Without `needs_weights` a configuration is enough: there are no tensors. `CheckpointError` lists
+    everything that is missing or damaged at once.
     """
     problems: list[str] = []
-    config: dict[str, Any] = {}
+
+    def read(path: Path) -> dict[str, Any]:
+        try:
+            return read_json_object(path)
+        except CheckpointError as error:
+            problems.append(str(error))
+            return {}
+
+    config = read(directory / config_file)
     generation: dict[str, Any] = {}
+    if (directory / "generation_config.json").exists():
+        generation = read(directory / "generation_config.json")
     tensors: dict[str, StoredTensor] = {}
-    try:
-        config = read_json_object(directory / "config.json")
-    except CheckpointError as error:
-        problems.append(str(error))
-    try:
-        if (directory / "generation_config.json").exists():
-            generation = read_json_object(directory / "generation_config.json")
-    except CheckpointError as error:
-        problems.append(str(error))
-    try:
-        tensors = _read_weights(directory)
-    except CheckpointError as error:
-        problems.append(str(error))
-    defaults = _generation_defaults(generation, config, problems)
+    if needs_weights:
+        try:
+            tensors = _read_weights(directory)
+        except CheckpointError as error:
+            problems.append(str(error))
+    if tensors and config.get("quantization_config"):
+        tensors = unite(tensors, config["quantization_config"], problems)
+    defaults = generation_defaults(directory, generation, config, problems)
     if problems:
         raise CheckpointError.listing(directory, problems)
     return Checkpoint(
@@ -66,35 +80,83 @@ def open_huggingface(directory: Path) -> Checkpoint:
 
 
 def _read_weights(directory: Path) -> dict[str, StoredTensor]:
-    # The index decides where both exist: a stray single file is then a leftover or a shard.
-    if (directory / INDEX_FILE).exists():
-        return _read_shards(directory)
-    if (directory / WEIGHTS_FILE).exists():
-        return read_safetensors(directory / WEIGHTS_FILE)
     names = sorted(path.name for path in directory.iterdir())
+    indexes = [name for name in names if name.endswith(INDEX_SUFFIX) and _is_wanted(name)]
+    # The index decides where both exist: a stray single file is then a leftover or a shard.
+    if INDEX_FILE in indexes:
+        return _read_shards(directory, INDEX_FILE)
+    files = [name for name in names if name.endswith(".safetensors") and _is_wanted(name)]
+    if WEIGHTS_FILE in files:
+        return read_safetensors(directory / WEIGHTS_FILE)
+    if len(indexes) == 1:
+        return _read_shards(directory, indexes[0])
+    if len(files) == 1 and not _SHARD.fullmatch(files[0]):
+        return read_safetensors(directory / files[0])
+    if files:
+        return _read_numbered(directory, files)
+    raise CheckpointError(_no_weights(names))
+
+
+def _is_wanted(name: str) -> bool:
+    return not name.startswith(PASSED_OVER)
+
+
+def _no_weights(names: Iterable[str]) -> str:
+    """Why a directory of these files has no weights, and the way out."""
     pickles = [name for name in names if name.endswith(PICKLE_SUFFIXES)]
     others = [name for name in names if name.endswith(".safetensors")]
     if others:
-        raise CheckpointError(
-            f"holds {', '.join(others)} but neither {WEIGHTS_FILE} nor {INDEX_FILE}; rename a "
-            f"single file to {WEIGHTS_FILE}, or fetch the index of the shards"
+        return (
+            f"holds {', '.join(others)}, which is no model in Hugging Face's layout (an adapter, "
+            f"or a publisher's own names of tensors); fetch {WEIGHTS_FILE} or the shards with "
+            f"{INDEX_FILE}"
         )
     if pickles:
-        raise CheckpointError(
+        return (
             f"holds only pickled weights ({', '.join(pickles)}), which can run code when opened "
             "and are refused; convert the model to safetensors (save_pretrained of transformers "
             "writes it) or use a repository that has it"
         )
-    raise CheckpointError(f"holds no weights: neither {WEIGHTS_FILE} nor {INDEX_FILE}")
+    return (
+        f"holds no weights: neither {WEIGHTS_FILE} nor {INDEX_FILE}; fetch them, or run the "
+        "configuration with random weights (--set load_format=random)"
+    )
 
 
-def _read_shards(directory: Path) -> dict[str, StoredTensor]:
+def _read_numbered(directory: Path, files: list[str]) -> dict[str, StoredTensor]:
+    """All tensors of one whole set of shards that comes without an index."""
+    matches = [_SHARD.fullmatch(name) for name in files]
+    sets = {(match["stem"], int(match["count"])) for match in matches if match}
+    if None in matches or len(sets) != 1:
+        raise CheckpointError(
+            f"holds {', '.join(files)}, but neither {WEIGHTS_FILE} nor {INDEX_FILE} says which of "
+            f"them are the model; rename a single file to {WEIGHTS_FILE}, or fetch the index"
+        )
+    [(stem, count)] = sets
+    names = [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    problems = [f"shard {name} is missing" for name in names if name not in files]
+    tensors: dict[str, StoredTensor] = {}
+    for name in files:
+        try:
+            stored = read_safetensors(directory / name)
+        except CheckpointError as error:
+            problems.append(str(error))
+            continue
+        twice = sorted(stored.keys() & tensors.keys())
+        problems += [f"{name} has tensor {tensor!r}, which another has too" for tensor in twice]
+        tensors |= stored
+    if problems:
+        raise CheckpointError.listing(directory, problems)
+    return tensors
+
+
+def _read_shards(directory: Path, index: str) -> dict[str, StoredTensor]:
     """The tensors of all shards; index and shards must agree exactly."""
-    weight_map = read_json_object(directory / INDEX_FILE).get("weight_map")
+    weight_map = read_json_object(directory / index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(
         isinstance(name, str) and name and name == Path(name).name for name in weight_map.values()
     ):
-        raise CheckpointError(f"{INDEX_FILE}: weight_map is not an object of plain file names")
+        raise CheckpointError(f"{index}: weight_map is not an object of plain file names")
     problems: list[str] = []
     tensors: dict[str, StoredTensor] = {}
     for shard in sorted(set(weight_map.values())):
@@ -109,48 +171,10 @@ def _read_shards(directory: Path) -> dict[str, StoredTensor]:
             continue
         problems += [f"{shard} lacks tensor {name!r}" for name in sorted(listed - stored.keys())]
         problems += [
-            f"{shard} has tensor {name!r}, which {INDEX_FILE} places in {weight_map.get(name)}"
+            f"{shard} has tensor {name!r}, which {index} places in {weight_map.get(name)}"
             for name in sorted(stored.keys() - listed)
         ]
         tensors |= stored
     if problems:
-        raise CheckpointError.listing(INDEX_FILE, problems)
+        raise CheckpointError.listing(index, problems)
     return tensors
-
-
-def _generation_defaults(
-    generation: Mapping[str, Any], config: Mapping[str, Any], problems: list[str]
-) -> GenerationDefaults:
-    """`generation_config.json` over `config.json`; wrong types are added to `problems`."""
-
-    def read(key: str, kinds: tuple[type, ...], what: str) -> Any:
-        for name, source in (("generation_config.json", generation), ("config.json", config)):
-            value = source.get(key)
-            if value is None:
-                continue
-            if type(value) in kinds:
-                return float(value) if float in kinds else value
-            problems.append(f"{name}: {key} is {value!r}, {what} is needed")
-        return None
-
-    number = ((int, float), "a number")
-    eos = read("eos_token_id", (int, list), "a token id or a list of them")
-    eos = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    bos = read("bos_token_id", (int,), "a token id")
-    pad = read("pad_token_id", (int,), "a token id")
-    pad = None if pad == -1 else pad  # how the first LLaMA configs say that there is none
-    for key, value in [("bos", bos), ("pad", pad), *(("eos", item) for item in eos)]:
-        if value is not None and (type(value) is not int or value < 0):
-            problems.append(f"{key}_token_id is {value!r}, a token id is needed")
-            return GenerationDefaults()
-    return GenerationDefaults(
-        eos_token_ids=tuple(dict.fromkeys(eos)),
-        bos_token_id=bos,
-        pad_token_id=pad,
-        do_sample=read("do_sample", (bool,), "true or false"),
-        temperature=read("temperature", *number),
-        top_k=read("top_k", (int,), "a whole number"),
-        top_p=read("top_p", *number),
-        min_p=read("min_p", *number),
-        repetition_penalty=read("repetition_penalty", *number),
-    )

@@ -1,11 +1,19 @@
 """A tokenizer out of a Hugging Face directory.
 
-`tokenizer.json` is the tokenizer; `tokenizer_config.json` adds tokens and names the special ones.
-What goes around a text (BOS, EOS) is the post-processor's of `tokenizer.json`: `add_bos_token` and
-`add_eos_token` describe the older tokenizer files, and transformers 5 passes them over too. The
-chat template is `chat_template.jinja`, else `chat_template.json`, else the key in
+`tokenizer.json` is the tokenizer; without one, a SentencePiece model (`sentencepiece_files.py`), or
+`vocab.json` with `merges.txt`, or `vocab.txt` (`vocabulary_files.py`). `tokenizer_config.json`
+adds tokens and names the special ones.
+
+What goes around a text (BOS, EOS) is the post-processor's of `tokenizer.json`, and whether a space
+goes before it is its pre-tokenizer's: `add_bos_token`, `add_eos_token` and `add_prefix_space`
+describe the older files and are honoured with those alone. transformers 5 does so too where
+`tokenizer_config.json` names no class of a model; with one, such as LlamaTokenizer, it takes the
+vocabulary alone from `tokenizer.json` and builds the rest anew.
+
+The chat template is `chat_template.jinja`, else `chat_template.json`, else the key in
 `tokenizer_config.json`; of several named ones, "default". `clean_up_tokenization_spaces` is not
-applied: it changes text that a stream has already sent.
+applied: it changes text that a stream has already sent. A WordPiece decoder's own clean-up is,
+since it looks at one token.
 """
 
 from __future__ import annotations
@@ -16,8 +24,10 @@ from typing import Any
 
 import tokenizers
 
+from jaxinfer.loading import sentencepiece_files, vocabulary_files
 from jaxinfer.loading.checkpoint import CheckpointError, GenerationDefaults, read_json_object
 from jaxinfer.loading.token_bytes import UnsupportedDecoderError, spelling_of, token_table
+from jaxinfer.loading.tokenizer_parts import TokenizerParts, around
 from jaxinfer.tokenizer import Tokenizer
 
 MAX_TOKENS = 4_194_304  # the largest vocabularies in use have 262,144
@@ -36,62 +46,100 @@ NAMED_TOKENS = (
 def build_tokenizer(directory: Path, defaults: GenerationDefaults) -> Tokenizer:
     """The tokenizer of `directory`; `defaults` say which ids end an answer, if they say so.
 
-    `CheckpointError` if there is no `tokenizer.json`, if a file is damaged, or for a decoder
-    that cannot be followed token by token.
+    `CheckpointError` if there are no tokenizer files, if one is damaged, or for a decoder that
+    cannot be followed token by token.
     """
-    path = directory / "tokenizer.json"
-    backend = _load_backend(path)
-    config_path = directory / "tokenizer_config.json"
-    config = read_json_object(config_path) if config_path.exists() else {}
-    named = {
-        name: text for name in NAMED_TOKENS if (text := _token_text(config.get(name))) is not None
-    }
-    _add_tokens(config_path, backend, config, named)
-    try:
-        spelling = spelling_of(backend.decoder)
-        table = token_table(backend, spelling, MAX_TOKENS)
-    except UnsupportedDecoderError as error:
-        raise CheckpointError(
-            f"{path}: {error} (byte-level and SentencePiece-like decoders are)"
-        ) from error
-    except ValueError as error:
-        raise CheckpointError(f"{path}: {error}") from error
-
+    config = _read_config(directory / "tokenizer_config.json")
+    parts = _read_parts(directory, config)
     ids = {
         name: token_id
-        for name, text in named.items()
-        if (token_id := backend.token_to_id(text)) is not None
+        for name, text in parts.named.items()
+        if (token_id := parts.backend.token_to_id(text)) is not None
     }
     bos = defaults.bos_token_id if defaults.bos_token_id is not None else ids.get("bos_token")
     eos = defaults.eos_token_ids
     if not eos and "eos_token" in ids:
         eos = (ids["eos_token"],)
     return Tokenizer(
-        backend,
-        table,
-        special_token_ids={
-            index for index, token in backend.get_added_tokens_decoder().items() if token.special
-        },
+        parts.backend,
+        parts.table.data,
+        first_bytes=parts.table.first,
+        special_token_ids=parts.special,
         eos_token_ids=eos,
         bos_token_id=bos,
-        strips_leading_space=spelling.strips_leading_space,
+        prefix_ids=parts.prefix,
+        suffix_ids=parts.suffix,
         chat_template=_chat_template(directory, config),
-        named_special_tokens=named,
+        named_special_tokens=parts.named,
     )
 
 
+def _read_config(path: Path) -> dict[str, Any]:
+    return read_json_object(path) if path.exists() else {}
+
+
+def _read_parts(directory: Path, config: Mapping[str, Any]) -> TokenizerParts:
+    """The tokenizer by the first of the kinds of files that is there."""
+    named = {
+        name: text for name in NAMED_TOKENS if (text := _token_text(config.get(name))) is not None
+    }
+    path = directory / "tokenizer.json"
+    if path.is_file():
+        return _backend_parts(path, _load_backend(path), config, named)
+    model_type = _read_config(directory / "config.json").get("model_type")
+    kind = vocabulary_files.tokenizer_class(config, model_type)
+    for name in sentencepiece_files.NAMES:
+        if (path := directory / name).is_file():
+            if path.stat().st_size > MAX_TOKENIZER_BYTES:
+                raise _too_large(path)
+            added = sentencepiece_files.Added(
+                listed=_listed_by_id(directory, config),
+                special=lambda names: _special_tokens(config, names),
+            )
+            return sentencepiece_files.from_sentencepiece(path, config, kind, named, added)
+    if (directory / "vocab.json").is_file() and (directory / "merges.txt").is_file():
+        read, path = vocabulary_files.from_merges, directory / "vocab.json"
+    elif (directory / "vocab.txt").is_file():
+        read, path = vocabulary_files.from_words, directory / "vocab.txt"
+    else:
+        raise CheckpointError(
+            f"{directory}: holds no tokenizer.json, nor {' or '.join(sentencepiece_files.NAMES)}, "
+            "vocab.json with merges.txt, or vocab.txt; copy them from the model's repository, or "
+            "pass token ids"
+        )
+    backend, named = read(directory, config, kind, named)
+    parts = _backend_parts(path, backend, config, named)
+    if backend.post_processor is not None:  # BERT's and RoBERTa's texts stand between two tokens
+        return parts
+    return parts._replace(
+        prefix=around("bos", directory, config, backend, named),
+        suffix=around("eos", directory, config, backend, named),
+    )
+
+
+def _backend_parts(
+    path: Path,
+    backend: tokenizers.Tokenizer,
+    config: Mapping[str, Any],
+    named: Mapping[str, str],
+) -> TokenizerParts:
+    """The parts of a backend that was read from `path`, with the tokens of `config` added."""
+    _add_tokens(path.parent, backend, config, named)
+    try:
+        table = token_table(backend, spelling_of(backend.decoder), MAX_TOKENS)
+    except UnsupportedDecoderError as error:
+        raise CheckpointError(
+            f"{path}: {error} (byte-level, SentencePiece-like and WordPiece decoders are)"
+        ) from error
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
+    return TokenizerParts(backend, table, frozenset(special), named)
+
+
 def _load_backend(path: Path) -> tokenizers.Tokenizer:
-    if not path.is_file():
-        raise CheckpointError(
-            f"{path.parent}: holds no tokenizer.json; copy it from the model's repository (a "
-            "sentencepiece tokenizer.model alone can be converted with transformers' "
-            "AutoTokenizer and save_pretrained), or pass token ids"
-        )
-    size = path.stat().st_size
-    if size > MAX_TOKENIZER_BYTES:
-        raise CheckpointError(
-            f"{path}: {size:,} bytes are more than the limit of {MAX_TOKENIZER_BYTES:,}"
-        )
+    if path.stat().st_size > MAX_TOKENIZER_BYTES:
+        raise _too_large(path)
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
     # The library raises plain Exception for every kind of damage.
@@ -103,34 +151,75 @@ def _load_backend(path: Path) -> tokenizers.Tokenizer:
     return backend
 
 
+def _too_large(path: Path) -> CheckpointError:
+    size = path.stat().st_size
+    return CheckpointError(
+        f"{path}: {size:,} bytes are more than the limit of {MAX_TOKENIZER_BYTES:,}"
+    )
+
+
 def _add_tokens(
-    path: Path, backend: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]
+    directory: Path,
+    backend: tokenizers.Tokenizer,
+    config: Mapping[str, Any],
+    named: Mapping[str, str],
 ) -> None:
-    """Add what `tokenizer_config.json` lists and `tokenizer.json` does not know as added."""
-    known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    for token in _listed_tokens(path, config):
+    """Add the tokens that the files beside `tokenizer.json` list and it does not know as added."""
+    known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    # By id, since a token new to the vocabulary takes the next free one.
+    for _, token in sorted(_listed_by_id(directory, config).items(), key=lambda item: item[0]):
         if token.content not in known:
             token.special = token.special or token.content in named.values()
             backend.add_tokens([token])
-            known.add(token.content)
+            known[token.content] = token
+    for token in _special_tokens(config, named):
+        # A token that is known already keeps its options, but is special from now on.
+        token = known.setdefault(token.content, token)
+        token.special = True
+        backend.add_special_tokens([token])
+
+
+def _listed_by_id(directory: Path, config: Mapping[str, Any]) -> dict[int, tokenizers.AddedToken]:
+    """`added_tokens_decoder` of `tokenizer_config.json`, over what `added_tokens.json` lists."""
+    path = directory / "added_tokens.json"
+    listed = sentencepiece_files.listed_in(path) if path.is_file() else {}
+    entries = config.get("added_tokens_decoder") or {}
+    if not isinstance(entries, dict) or not all(key.isdecimal() for key in entries):
+        raise CheckpointError(
+            f"{directory / 'tokenizer_config.json'}: added_tokens_decoder is not an object of "
+            "token ids"
+        )
+    for index, entry in entries.items():
+        if (token := _added_token(entry)) is not None:
+            listed[int(index)] = token
+    if listed and max(listed) >= MAX_TOKENS:
+        raise CheckpointError(
+            f"{directory}: added token id {max(listed):,} is not below the limit of {MAX_TOKENS:,}"
+        )
+    return listed
+
+
+def _special_tokens(
+    config: Mapping[str, Any], named: Mapping[str, str]
+) -> Iterator[tokenizers.AddedToken]:
+    """Named special tokens, then the extra ones, with the options that they are given with."""
     extra = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
     extra = extra.values() if isinstance(extra, dict) else extra if isinstance(extra, list) else []
-    for text in [*named.values(), *(_token_text(item) for item in extra)]:
-        if text and text not in known:
-            backend.add_special_tokens([tokenizers.AddedToken(text, special=True)])
-            known.add(text)
+    stated = {name: config.get(name) for name in named}
+    for value in (*(stated[name] or text for name, text in named.items()), *extra):
+        token = _added_token(value if isinstance(value, dict) else {"content": value})
+        if token is not None:
+            token.special = True
+            yield token
 
 
-def _listed_tokens(path: Path, config: Mapping[str, Any]) -> Iterator[tokenizers.AddedToken]:
-    listed = config.get("added_tokens_decoder") or {}
-    if not isinstance(listed, dict) or not all(key.isdecimal() for key in listed):
-        raise CheckpointError(f"{path}: added_tokens_decoder is not an object of token ids")
+def _added_token(entry: Any) -> tokenizers.AddedToken | None:
+    """A token given as an object, `None` for anything else."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("content"), str):
+        return None
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
-    # By id, since a token new to the vocabulary takes the next free one.
-    for _, entry in sorted(listed.items(), key=lambda item: int(item[0])):
-        if isinstance(entry, dict) and isinstance(entry.get("content"), str) and entry["content"]:
-            options = {flag: entry[flag] for flag in flags if isinstance(entry.get(flag), bool)}
-            yield tokenizers.AddedToken(entry["content"], **options)
+    options = {flag: entry[flag] for flag in flags if isinstance(entry.get(flag), bool)}
+    return tokenizers.AddedToken(entry["content"], **options) if entry["content"] else None
 
 
 def _token_text(value: Any) -> str | None:

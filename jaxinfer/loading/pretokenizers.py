@@ -38,6 +38,26 @@ _DEEPSEEK3 = (
     rf"{_SPACES}"
 )
 
+# Most letters that have cases, as listed in DeepSeek-V2's file.
+_CASED = (
+    "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293"
+    "\u0295-\u02af\u0370-\u0373\u0376\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c"
+    "\u038e-\u03a1\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f\u0531-\u0556\u10a0-\u10c5"
+    "\u13a0-\u13f5\u13f8-\u13fd\u1c90-\u1cba\u1cbd-\u1cbf\u1d00-\u1d2b\u1d6b-\u1d77"
+    "\u1d79-\u1d9a\u1e00-\u1f15\u1f18-\u1f1d\u1f20-\u1f45\u1f48-\u1f4d\u1f50-\u1f57\u1f59"
+    "\u1f5b\u1f5d\u1f5f-\u1f7d\u1f80-\u1fb4\u1fb6-\u1fbc\u1fbe\u1fc2-\u1fc4\u1fc6-\u1fcc"
+    "\u1fd0-\u1fd3\u1fd6-\u1fdb\u1fe0-\u1fec\u1ff2-\u1ff4\u1ff6-\u1ffc\u2102\u2107"
+    "\u210a-\u2113\u2115\u2119-\u211d\u2124\u2126\u2128\u212a-\u212d\u212f-\u2134\u2139"
+    "\u213c-\u213f\u2145-\u2149\u214e\u2183\u2184\u2c00-\u2c7b\u2c7e-\u2ce4\u2ceb-\u2cee"
+    "\u2cf2\u2cf3\ua640-\ua66d\ua680-\ua69b\ua722-\ua76f\ua771-\ua787\ua78b-\ua78e"
+    "\uab70-\uabbf\ufb00-\ufb06\ufb13-\ufb17\uff21-\uff3a\uff41-\uff5a\U00010400-\U0001044f"
+    "\U000104b0-\U000104d3\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2"
+    "\U000118a0-\U000118df\U0001e900-\U0001e943"
+)
+_WIDE = "[\u0800-\u9fa5\uac00-\ud7ff]+"
+# Splits at these marks, Chinese, Hindi, Urdu and Arabic ones among them.
+_BLOOM = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
+
 
 @dataclass(frozen=True)
 class SplitRule:
@@ -52,11 +72,11 @@ class SplitRule:
     adds_bos: bool = False
     composes: bool = False
 
-    def pre_tokenizer(self) -> pre_tokenizers.PreTokenizer:
+    def pre_tokenizer(self, *, add_prefix_space: bool = False) -> pre_tokenizers.PreTokenizer:
         """The splits, then the byte alphabet."""
         splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in self.patterns]
         return pre_tokenizers.Sequence(
-            [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+            [*splits, pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space, use_regex=False)]
         )
 
     def normalizer(self) -> normalizers.Normalizer | None:
@@ -71,8 +91,11 @@ SPLIT_RULES = {
     "default": SplitRule((r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
     "falcon": SplitRule((r"[\p{P}$+<=>^~|`]+", _GPT2, r"[0-9][0-9][0-9]")),
     **dict.fromkeys(
-        ("gpt-2", "phi-2", "mpt", "olmo", "jais", "exaone4", "granite-docling"), _PLAIN
+        ("gpt-2", "phi-2", "jais", "exaone4", "granite-docling", "roberta-bpe"), _PLAIN
     ),
+    **dict.fromkeys(("mpt", "olmo"), SplitRule((_GPT2,), composes=True)),  # GPT-NeoX's
+    **dict.fromkeys(("bloom", "poro-chat", "gpt3-finnish"), SplitRule((_BLOOM,))),
+    "viking": SplitRule((r"\p{N}", _BLOOM)),
     **dict.fromkeys(
         ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _DIGITS
     ),
@@ -87,8 +110,19 @@ SPLIT_RULES = {
     "qwen35": SplitRule((_QWEN35,), composes=True),
     "tekken": SplitRule((_TEKKEN,), whole_words_first=True, adds_bos=True),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), SplitRule((_GPT4O,))),
-    "deepseek-coder": SplitRule(
-        (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u0800-\u9fa5\uac00-\ud7ff]+", r"\p{N}")
+    "deepseek-llm": SplitRule(
+        (
+            r"[\r\n]",
+            rf"\s?[{_CASED}]+",
+            "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+            r"\s+$",
+            _WIDE,
+            r"\p{N}",
+        )
     ),
-    "deepseek-v3": SplitRule((r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u30ff]+", _DEEPSEEK3)),
+    "deepseek-coder": SplitRule((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _WIDE, r"\p{N}")),
+    **dict.fromkeys(
+        ("deepseek-v3", "hunyuan-dense"),
+        SplitRule((r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u30ff]+", _DEEPSEEK3)),
+    ),
 }

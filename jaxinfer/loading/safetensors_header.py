@@ -2,7 +2,8 @@
 
 The `safetensors` package's numpy reader has no bfloat16, so the format is read here: eight bytes of
 header length (little-endian), a JSON object of `{name: {dtype, shape, data_offsets}}`, then the
-data. As its specification asks, the data must be covered exactly: no overlap, no gap.
+data. As its specification asks, the data must be covered exactly: no overlap, no gap. Numbers of 4
+bits come as the bytes that hold two of them, uint8 [..., n / 2].
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxinfer.loading.checkpoint import PLAIN_DTYPES, Bytes, CheckpointError, StoredTensor
 
+F4 = "F4"  # two numbers in a byte, and the shape counts numbers: read as the bytes
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format's own reader
 
 
@@ -65,7 +69,7 @@ def _tensors(
             continue
         spans.append((begin, end, name))
         data = Bytes(path, data_start + begin, end - begin)
-        load = data.plain(PLAIN_DTYPES[dtype], shape)
+        load = data.plain(np.dtype(np.uint8) if dtype == F4 else PLAIN_DTYPES[dtype], shape)
         tensors[name] = StoredTensor(name, shape, dtype, end - begin, load)
     if not problems:
         problems = _layout_problems(sorted(spans), file_size - data_start)
@@ -79,17 +83,22 @@ def _entry(entry: Any) -> tuple[str, tuple[int, ...], int, int]:
     if not isinstance(entry, dict):
         raise ValueError(f"is described by {entry!r}, not by an object")
     dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
-    if not isinstance(dtype, str) or dtype not in PLAIN_DTYPES:
+    known = (*PLAIN_DTYPES, F4)
+    if not isinstance(dtype, str) or dtype not in known:
         raise ValueError(
-            f"has dtype {dtype!r}, which is not supported ({', '.join(PLAIN_DTYPES)} are); "
+            f"has dtype {dtype!r}, which is not supported ({', '.join(known)} are); "
             "convert the model to BF16 or F16"
         )
     if not isinstance(shape, list) or not _are_sizes(shape):
         raise ValueError(f"has shape {shape!r}, not a list of sizes")
     if not isinstance(offsets, list) or len(offsets) != 2 or not _are_sizes(offsets):
         raise ValueError(f"has data_offsets {offsets!r}, not two offsets")
+    if dtype == F4:
+        if not shape or shape[-1] % 2:
+            raise ValueError(f"of {dtype} has shape {shape}, whose last number is not even")
+        shape = [*shape[:-1], shape[-1] // 2]
     begin, end = offsets
-    nbytes = math.prod(shape) * PLAIN_DTYPES[dtype].itemsize
+    nbytes = math.prod(shape) * (1 if dtype == F4 else PLAIN_DTYPES[dtype].itemsize)
     if end - begin != nbytes:
         raise ValueError(
             f"of {dtype} {shape} needs {nbytes:,} bytes, its data_offsets are {begin} and {end}"

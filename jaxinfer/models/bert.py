@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 from jaxinfer.models.encoder import Encoder, EncoderConfig
 from jaxinfer.models.family import (
@@ -19,140 +19,127 @@ from jaxinfer.models.family import (
     Weight,
     WeightTable,
 )
-
-T = TypeVar("T")
+from jaxinfer.models.gguf_config import GgufKeys
+from jaxinfer.models.hf_config import activation, need, refuse
 
 _BLOCK = r"blocks\.(\d+)\."
+_HF_PRODUCTS = {
+    r"attention\.q": r"encoder.layer.\1.attention.self.query",
+    r"attention\.k": r"encoder.layer.\1.attention.self.key",
+    r"attention\.v": r"encoder.layer.\1.attention.self.value",
+    r"attention\.o": r"encoder.layer.\1.attention.output.dense",
+    r"mlp\.up": r"encoder.layer.\1.intermediate.dense",
+    r"mlp\.down": r"encoder.layer.\1.output.dense",
+}
+_HF_NORMS = {
+    "embed_norm": "embeddings.LayerNorm",
+    rf"{_BLOCK}attention_norm": r"encoder.layer.\1.attention.output.LayerNorm",
+    rf"{_BLOCK}mlp_norm": r"encoder.layer.\1.output.LayerNorm",
+}
+_HF_TABLES = {
+    r"embed\.weight": "embeddings.word_embeddings.weight",
+    "positions": "embeddings.position_embeddings.weight",
+    "token_types": "embeddings.token_type_embeddings.weight",
+}
+# What stands on the hidden states for training, and two constants that old files carry.
+_HF_IGNORED = (
+    r"(\w+\.)?pooler\..*",
+    r"cls\..*",
+    r"lm_head\..*",
+    r"(\w+\.)?embeddings\.(position|token_type)_ids",
+)
+
+_GGUF_PRODUCTS = {
+    r"attention\.([qkv])": r"blk.\1.attn_\2",
+    r"attention\.o": r"blk.\1.attn_output",
+    r"mlp\.(up|down)": r"blk.\1.ffn_\2",
+}
+_GGUF_NORMS = {
+    "embed_norm": "token_embd_norm",
+    rf"{_BLOCK}attention_norm": r"blk.\1.attn_output_norm",
+    rf"{_BLOCK}mlp_norm": r"blk.\1.layer_output_norm",
+}
+_GGUF_TABLES = {
+    r"embed\.weight": "token_embd.weight",
+    "positions": "position_embd.weight",
+    "token_types": "token_types.weight",
+}
 
 
 def _rows(
-    names: Mapping[str, str], norms: Mapping[str, str], tables: Mapping[str, str]
+    products: Mapping[str, str],
+    norms: Mapping[str, str],
+    tables: Mapping[str, str],
+    prefix: str,
+    norm_names: tuple[str, str],
 ) -> tuple[Weight, ...]:
-    """The rows of a format: stored names of a block's products and norms, and of the tables."""
-    rows = [Weight(re.escape(path), stored) for path, stored in tables.items()]
+    rows = [Weight(path, prefix + stored) for path, stored in tables.items()]
     for path, stored in norms.items():
-        rows.append(Weight(path + r"\.(weight|bias)", stored))
-    for path, stored in names.items():
+        for own, name in zip(("weight", "bias"), norm_names, strict=True):
+            rows.append(Weight(rf"{path}\.{own}", f"{prefix}{stored}.{name}"))
+    for path, stored in products.items():
         transform = LINEAR_FROM_HEADS if path == r"attention\.o" else LINEAR
-        rows.append(Weight(rf"{_BLOCK}{path}\.weight", stored + ".weight", transform))
-        rows.append(Weight(rf"{_BLOCK}{path}\.bias", stored + ".bias", RESHAPED))
+        rows.append(Weight(rf"{_BLOCK}{path}\.weight", f"{prefix}{stored}.weight", transform))
+        rows.append(Weight(rf"{_BLOCK}{path}\.bias", f"{prefix}{stored}.bias", RESHAPED))
     return tuple(rows)
 
 
-HF_WEIGHTS = WeightTable(
-    _rows(
-        {
-            r"attention\.q": r"encoder.layer.\1.attention.self.query",
-            r"attention\.k": r"encoder.layer.\1.attention.self.key",
-            r"attention\.v": r"encoder.layer.\1.attention.self.value",
-            r"attention\.o": r"encoder.layer.\1.attention.output.dense",
-            r"mlp\.up": r"encoder.layer.\1.intermediate.dense",
-            r"mlp\.down": r"encoder.layer.\1.output.dense",
-        },
-        {
-            "embed_norm": r"embeddings.LayerNorm.\1",
-            rf"{_BLOCK}attention_norm": r"encoder.layer.\1.attention.output.LayerNorm.\2",
-            rf"{_BLOCK}mlp_norm": r"encoder.layer.\1.output.LayerNorm.\2",
-        },
-        {
-            "embed.weight": "embeddings.word_embeddings.weight",
-            "positions": "embeddings.position_embeddings.weight",
-            "token_types": "embeddings.token_type_embeddings.weight",
-        },
-    ),
-    # What stands on the hidden states for training, and two constants that old files carry.
-    ignored=(r"pooler\..*", r"cls\..*", r"lm_head\..*", r"embeddings\.(position|token_type)_ids"),
-)
+def hf_weights(config: EncoderConfig) -> WeightTable:
+    names = config.prefix, config.norm_names
+    return WeightTable(_rows(_HF_PRODUCTS, _HF_NORMS, _HF_TABLES, *names), ignored=_HF_IGNORED)
 
-GGUF_WEIGHTS = WeightTable(
-    _rows(
-        {
-            r"attention\.([qkv])": r"blk.\1.attn_\2",
-            r"attention\.o": r"blk.\1.attn_output",
-            r"mlp\.(up|down)": r"blk.\1.ffn_\2",
-        },
-        {
-            "embed_norm": r"token_embd_norm.\1",
-            rf"{_BLOCK}attention_norm": r"blk.\1.attn_output_norm.\2",
-            rf"{_BLOCK}mlp_norm": r"blk.\1.layer_output_norm.\2",
-        },
-        {
-            "embed.weight": "token_embd.weight",
-            "positions": "position_embd.weight",
-            "token_types": "token_types.weight",
-        },
-    ),
-    ignored=(r"cls\..*",),
-)
+
+def gguf_weights(config: EncoderConfig) -> WeightTable:
+    rows = _rows(_GGUF_PRODUCTS, _GGUF_NORMS, _GGUF_TABLES, "", ("weight", "bias"))
+    return WeightTable(rows, ignored=(r"cls\..*",))
+
 
 # Other spellings of activations that the kernels have.
 _ACTIVATIONS = {"gelu_new": "gelu_pytorch_tanh", "swish": "silu"}
-# config.json's keys that would change the arithmetic, with the values that do not.
-_MUST_BE: Mapping[str, tuple[Any, ...]] = {
-    "position_embedding_type": (None, "absolute"),
-    "is_decoder": (None, False),
-    "add_cross_attention": (None, False),
-    "quantization_config": (None, {}),
-}
-_REQUIRED = (
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "intermediate_size",
-)
-# The same of a GGUF file's keys below `bert.`, and those that are read.
-_GGUF_MUST_BE: Mapping[str, tuple[Any, ...]] = {"attention.causal": (None, False)}
-_GGUF_KEYS = frozenset(("attention.head_count", "attention.layer_norm_epsilon"))
+_GGUF_KEYS = frozenset(("attention.head_count", "attention.layer_norm_epsilon", "attention.causal"))
 
 
-def plain_names(tensors: Mapping[str, T]) -> dict[str, T]:
-    """Tensors by the names of the bare encoder: without `bert.` or `roberta.` before them, and
-    with `weight` and `bias` for the `gamma` and `beta` of the oldest files.
-
-    `ValueError` for two tensors of one name.
-    """
-    plain: dict[str, T] = {}
-    for stored, tensor in tensors.items():
-        name = re.sub(r"^(bert|roberta)\.", "", stored)
-        name = re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", name)
-        name = re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name)
-        if name in plain:
-            raise ValueError(f"the tensor {name} is there twice, once as {stored}; remove one")
-        plain[name] = tensor
-    return plain
+def _spelling(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Models with a head have `bert.` or `roberta.` before the names of the encoder, and the oldest
+    files say gamma and beta for a norm's weight and bias."""
+    pattern = re.compile(r"(\w+\.|)embeddings\.word_embeddings\.weight")
+    prefix = next((match[1] for name in tensors if (match := pattern.fullmatch(name))), "")
+    is_old = f"{prefix}embeddings.LayerNorm.gamma" in tensors
+    return {"prefix": prefix, "norm_names": ("gamma", "beta") if is_old else ("weight", "bias")}
 
 
 def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> EncoderConfig:
     """From config.json; missing keys take `BertConfig`'s defaults where it has any."""
-    missing = [key for key in _REQUIRED if not isinstance(config.get(key), int)]
-    if missing:
-        raise ValueError(f"config.json lacks a whole number for {', '.join(missing)}")
-    refused = [
-        f"{key} is {config[key]!r}; {values[-1]!r} alone is supported"
-        for key, values in _MUST_BE.items()
-        if config.get(key) not in values
-    ]
-    if refused:
-        raise ValueError("; ".join(refused))
+    vocab_size, model_dim, num_layers, num_heads, ffn_dim = need(
+        config,
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "intermediate_size",
+    )
+    refuse(config, position_embedding_type="absolute", is_decoder=False, add_cross_attention=False)
+    refuse(config, quantization_config={})
     padding = None
     if config["model_type"] != "bert":
         padding = config.get("pad_token_id", 1)
         if type(padding) is not int or padding < 0:
             raise ValueError(f"pad_token_id is {padding!r}; positions are counted from it")
-    activation = config.get("hidden_act", "gelu")
+    named = config.get("hidden_act")
+    named = _ACTIVATIONS.get(named, named) if isinstance(named, str) else named
     return EncoderConfig(
-        vocab_size=config["vocab_size"],
-        num_layers=config["num_hidden_layers"],
-        model_dim=config["hidden_size"],
-        num_heads=config["num_attention_heads"],
-        ffn_dim=config["intermediate_size"],
+        vocab_size=vocab_size,
+        num_layers=num_layers,
+        model_dim=model_dim,
+        num_heads=num_heads,
+        ffn_dim=ffn_dim,
         num_positions=config.get("max_position_embeddings", 512),
         num_token_types=config.get("type_vocab_size", 2),
         norm_eps=config.get("layer_norm_eps", 1e-12),
-        activation=_ACTIVATIONS.get(activation, activation),
+        activation=activation({"hidden_act": named}, "hidden_act", default="gelu"),
         first_position=0 if padding is None else padding + 1,
         unplaced_token_id=padding,
+        **_spelling(tensors),
     )
 
 
@@ -161,25 +148,10 @@ def config_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) ->
 
     A converter cuts RoBERTa's unused first positions off, so tokens are counted from 0.
     """
-
-    def key(name: str) -> Any:
-        if metadata.get(f"bert.{name}") is None:
-            raise ValueError(f"the GGUF file has no bert.{name}")
-        return metadata[f"bert.{name}"]
-
-    refused = [
-        f"bert.{name} is {metadata[f'bert.{name}']!r}; {values[-1]!r} alone is supported"
-        for name, values in _GGUF_MUST_BE.items()
-        if metadata.get(f"bert.{name}") not in values
-    ]
-    known = _GGUF_KEYS | _GGUF_MUST_BE.keys()
-    refused += [
-        f"bert.{name} is set, which this build cannot honour"
-        for name in (n.removeprefix("bert.") for n in metadata if n.startswith("bert."))
-        if name.startswith(("attention.", "rope.")) and name not in known
-    ]
-    if refused:
-        raise ValueError("; ".join(refused))
+    keys = GgufKeys(metadata, "bert")
+    keys.refuse_unread(_GGUF_KEYS)
+    if keys.get("attention.causal", False) is not False:
+        raise ValueError("bert.attention.causal is true; an encoder sees both sides")
     tables = ("token_embd.weight", "position_embd.weight")
     missing = [name for name in tables if name not in tensors]
     if missing:
@@ -187,21 +159,22 @@ def config_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) ->
     token_types = tensors.get("token_types.weight")
     return EncoderConfig(
         vocab_size=tensors[tables[0]].shape[0],
-        num_layers=key("block_count"),
-        model_dim=key("embedding_length"),
-        num_heads=key("attention.head_count"),
-        ffn_dim=key("feed_forward_length"),
+        num_layers=keys.whole("block_count"),
+        model_dim=keys.whole("embedding_length"),
+        num_heads=keys.whole("attention.head_count"),
+        ffn_dim=keys.whole("feed_forward_length"),
         num_positions=tensors[tables[1]].shape[0],
         num_token_types=0 if token_types is None else token_types.shape[0],
-        norm_eps=key("attention.layer_norm_epsilon"),
+        norm_eps=keys.need("attention.layer_norm_epsilon"),
     )
 
 
 BERT = Family(
     name="bert",
+    models="BERT, RoBERTa, XLM-RoBERTa, CamemBERT; MiniLM, E5, BGE",
     build=Encoder,
     config_from_hf=config_from_hf,
     config_from_gguf=config_from_gguf,
-    hf_weights=HF_WEIGHTS,
-    gguf_weights=GGUF_WEIGHTS,
+    hf_weights=hf_weights,
+    gguf_weights=gguf_weights,
 )

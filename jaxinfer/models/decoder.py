@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,8 @@ from jaxtyping import Array, Float, Int
 from jaxinfer.kernels.kv_pages import KVPages
 from jaxinfer.kv_cache import CacheShape, RaggedBatch
 from jaxinfer.nn.attention import Attention, AttentionConfig, QKNorm
+from jaxinfer.nn.experts import Experts, ExpertsConfig
+from jaxinfer.nn.latent_attention import LatentAttention, LatentConfig
 from jaxinfer.nn.layers import Embedding, GatedMLP, Linear, Numerics, RMSNorm, tokenwise
 from jaxinfer.nn.rope import Rope
 
@@ -29,8 +31,9 @@ class LayerConfig:
     """What may differ from layer to layer."""
 
     rope: Rope | None  # None: the layer knows no positions
-    ffn_dim: int
+    ffn_dim: int | None  # None: experts in place of one MLP
     window: int | None = None  # attention sees so many tokens back; None: all
+    experts: ExpertsConfig | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,10 +65,13 @@ class DecoderConfig:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # of what attention and MLP add to the residual stream
     logits_scale: float = 1.0
+    # Multi-head latent attention: the one KV head is its key, head_dim what it caches of a token.
+    latent: LatentConfig | None = None
 
     def __post_init__(self):
         whole = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.type == "int"}
-        whole |= {f"layers[{i}].ffn_dim": layer.ffn_dim for i, layer in enumerate(self.layers)}
+        dense = [(i, layer) for i, layer in enumerate(self.layers) if layer.experts is None]
+        whole |= {f"layers[{i}].ffn_dim": layer.ffn_dim for i, layer in dense}
         windows = {f"layers[{i}].window": layer.window for i, layer in enumerate(self.layers)}
         whole |= {name: window for name, window in windows.items() if window is not None}
         wrong = [
@@ -76,6 +82,11 @@ class DecoderConfig:
         if not wrong and self.num_heads % self.num_kv_heads:
             wrong.append(
                 f"num_heads {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}"
+            )
+        if self.latent and (self.num_kv_heads, self.head_dim) != (1, self.latent.key_dim):
+            wrong.append(
+                f"latent attention has 1 KV head of {self.latent.key_dim}; num_kv_heads is "
+                f"{self.num_kv_heads}, head_dim {self.head_dim}"
             )
         dims = {layer.rope.dim for layer in self.layers if layer.rope is not None}
         wrong += [
@@ -95,7 +106,8 @@ class DecoderConfig:
     @property
     def cache(self) -> CacheShape:
         """What the KV cache stores of a token."""
-        return CacheShape(self.num_layers, self.num_kv_heads, self.head_dim)
+        value_dim = None if self.latent is None else self.latent.kv_rank
+        return CacheShape(self.num_layers, self.num_kv_heads, self.head_dim, value_dim)
 
     @property
     def length_limit(self) -> int | None:
@@ -133,13 +145,24 @@ class Block(nnx.Module):
         before = partial(self._norm, config, config.norms != "after")
         after = partial(self._norm, config, config.norms != "before")
         self.attention_norm = before()
-        self.attention = Attention(config.attention(layer), numerics)
+        self.attention: Any = self._attention(config, layer)
         self.attention_post_norm = after()
         self.mlp_norm = before()
-        self.mlp = GatedMLP(
-            config.model_dim, layer.ffn_dim, config.activation, numerics, bias=config.mlp_bias
-        )
+        self.mlp = self._mlp(config, layer)
         self.mlp_post_norm = after()
+
+    def _attention(self, config: DecoderConfig, layer: LayerConfig) -> Attention | LatentAttention:
+        if config.latent is None:
+            return Attention(config.attention(layer), self.numerics)
+        D, N, scale = config.model_dim, config.num_heads, config.attention_scale
+        return LatentAttention(D, N, config.latent, self.numerics, scale=scale)
+
+    def _mlp(self, config: DecoderConfig, layer: LayerConfig) -> GatedMLP | Experts:
+        D, numerics = config.model_dim, self.numerics
+        if layer.experts is not None:
+            return Experts(D, layer.experts, numerics)
+        assert layer.ffn_dim is not None
+        return GatedMLP(D, layer.ffn_dim, config.activation, numerics, bias=config.mlp_bias)
 
     def _norm(self, config: DecoderConfig, is_there: bool) -> RMSNorm | None:
         if not is_there:
@@ -157,8 +180,8 @@ class Block(nnx.Module):
         """`update`, what the block before computed, is added to the residual stream here, in one
         pass with the norm; so is this block's own in the next one."""
         streams = (update,) if residual is None else (update, residual)
-        q, k, v, total = tokenwise(self.numerics, self._before, *streams)
-        attended, pages = self.attention.attend(q, k, v, angles, batch, pages)
+        *projected, total = tokenwise(self.numerics, self._before, *streams)
+        attended, pages = self.attention.attend(*projected, angles, batch, pages)
         update, total = tokenwise(self.numerics, self._after, attended, total)
         return update, total, pages
 

@@ -21,6 +21,18 @@ HF_ROWS: tuple[Weight, ...] = (
     Weight(r"blocks\.(\d+)\.attention_norm\.weight", r"model.layers.\1.input_layernorm.weight"),
     Weight(r"blocks\.(\d+)\.mlp_norm\.weight", r"model.layers.\1.post_attention_layernorm.weight"),
     Weight(
+        r"blocks\.(\d+)\.attention_post_norm\.weight",
+        r"model.layers.\1.post_attention_layernorm.weight",
+    ),
+    Weight(
+        r"blocks\.(\d+)\.mlp_post_norm\.weight",
+        r"model.layers.\1.post_feedforward_layernorm.weight",
+    ),
+    Weight(
+        r"blocks\.(\d+)\.attention\.([qk])_norm\.weight",
+        r"model.layers.\1.self_attn.\2_norm.weight",
+    ),
+    Weight(
         r"blocks\.(\d+)\.attention\.([qkv])\.weight",
         r"model.layers.\1.self_attn.\2_proj.weight",
         LINEAR,
@@ -50,6 +62,12 @@ HF_ROWS: tuple[Weight, ...] = (
 )
 # Old checkpoints carry the frequencies, tied ones sometimes the head; both are derived here.
 HF_IGNORED = (r".*rotary_emb\.inv_freq", r"lm_head\.weight")
+# Models of text and images keep the text's decoder under a name of its own (transformers 4 and 5).
+HF_WRAPPED = (
+    (r"language_model\.((?:model|lm_head)\..*)", r"\1"),
+    (r"model\.language_model\.(.*)", r"model.\1"),
+)
+HF_IMAGES = (r"(?:model\.)?(?:vision_tower|multi_modal_projector)\..*",)
 
 GGUF_ROWS: tuple[Weight, ...] = (
     Weight(r"embed\.weight", "token_embd.weight"),
@@ -57,6 +75,9 @@ GGUF_ROWS: tuple[Weight, ...] = (
     Weight(r"head\.weight", "output.weight", LINEAR),
     Weight(r"blocks\.(\d+)\.attention_norm\.weight", r"blk.\1.attn_norm.weight"),
     Weight(r"blocks\.(\d+)\.mlp_norm\.weight", r"blk.\1.ffn_norm.weight"),
+    Weight(r"blocks\.(\d+)\.attention_post_norm\.weight", r"blk.\1.post_attention_norm.weight"),
+    Weight(r"blocks\.(\d+)\.mlp_post_norm\.weight", r"blk.\1.post_ffw_norm.weight"),
+    Weight(r"blocks\.(\d+)\.attention\.([qk])_norm\.weight", r"blk.\1.attn_\2_norm.weight"),
     Weight(r"blocks\.(\d+)\.attention\.([qk])\.weight", r"blk.\1.attn_\2.weight", LINEAR_PAIRED),
     Weight(r"blocks\.(\d+)\.attention\.v\.weight", r"blk.\1.attn_v.weight", LINEAR),
     Weight(r"blocks\.(\d+)\.attention\.([qk])\.bias", r"blk.\1.attn_\2.bias", BIAS_PAIRED),
@@ -71,5 +92,11 @@ GGUF_ROWS: tuple[Weight, ...] = (
     Weight(r"blocks\.(\d+)\.mlp\.gate_up_bias", (r"blk.\1.ffn_gate.bias", r"blk.\1.ffn_up.bias")),
     Weight(r"blocks\.(\d+)\.mlp\.down\.weight", r"blk.\1.ffn_down.weight", LINEAR),
     Weight(r"blocks\.(\d+)\.mlp\.down\.bias", r"blk.\1.ffn_down.bias"),
+)
+# Of architectures whose q and k llama.cpp turns by halves, as here: their rows are not reordered.
+GGUF_HALVES_ROWS: tuple[Weight, ...] = (
+    Weight(r"blocks\.(\d+)\.attention\.([qk])\.weight", r"blk.\1.attn_\2.weight", LINEAR),
+    Weight(r"blocks\.(\d+)\.attention\.([qk])\.bias", r"blk.\1.attn_\2.bias", RESHAPED),
+    *GGUF_ROWS,
 )
 GGUF_IGNORED = (r"rope_freqs\.weight",)

@@ -13,15 +13,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxinfer.kernels.add_norm import add_layer_norm
 from jaxinfer.kernels.flash_attention import flash_attention
 from jaxinfer.kernels.gated_mlp.activations import ACTIVATIONS
-from jaxinfer.nn.layers import Embedding, Linear, Numerics, parameter
+from jaxinfer.nn.layers import MLP, Embedding, LayerNorm, Linear, Numerics, parameter
 
 
 @dataclasses.dataclass(frozen=True)
 class EncoderConfig:
-    """Shape and variant of an encoder. Every field changes what is computed."""
+    """Shape and variant of an encoder. All fields but the last two change what is computed."""
 
     vocab_size: int
     num_layers: int
@@ -34,6 +33,9 @@ class EncoderConfig:
     activation: str = "gelu"
     first_position: int = 0  # of the table: the first token's
     unplaced_token_id: int | None = None  # takes no position: RoBERTa's padding, were it in a text
+    # How a Hugging Face file spells its tensors: what stands before all names, and after a norm's.
+    prefix: str = ""
+    norm_names: tuple[str, str] = ("weight", "bias")
 
     def __post_init__(self):
         least = {"num_token_types": 0, "first_position": 0}
@@ -70,35 +72,6 @@ class EncoderConfig:
     def max_len(self) -> int:
         """Tokens of a text that have a position."""
         return self.num_positions - self.first_position
-
-
-class LayerNorm(nnx.Module):
-    """`(x - mean) / sqrt(var + eps) * weight + bias` (arXiv:1607.06450), computed in float32."""
-
-    def __init__(self, dim: int, eps: float, numerics: Numerics):
-        self.eps = eps
-        self.weight = parameter((dim,), ("model",), numerics)
-        self.bias = parameter((dim,), ("model",), numerics)
-
-    def after(
-        self, update: Float[Array, "T D"], residual: Float[Array, "T D"] | None
-    ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
-        """The norm of `residual + update`, and that sum."""
-        weight, bias = self.weight[...], self.bias[...]
-        normed, total = add_layer_norm(update, residual, weight, bias, eps=self.eps)
-        return normed, total  # type: ignore[return-value]  # a pair where quantized alone
-
-
-class MLP(nnx.Module):
-    """`act(x @ up + bias) @ down + bias`."""
-
-    def __init__(self, dim: int, ffn_dim: int, activation: str, numerics: Numerics):
-        self.activation = activation
-        self.up = Linear((dim, ffn_dim), ("model", "ffn"), numerics, has_bias=True)
-        self.down = Linear((ffn_dim, dim), ("ffn", "model"), numerics, has_bias=True)
-
-    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        return self.down(ACTIVATIONS[self.activation](self.up(x)))
 
 
 class SelfAttention(nnx.Module):
@@ -147,10 +120,8 @@ class Encoder(nnx.Module):
         D = config.model_dim
         self.embed = Embedding(config.vocab_size, D, numerics)
         self.positions = parameter((config.num_positions, D), ("position", "model"), numerics)
-        self.token_types = None
-        if config.num_token_types:
-            dims, axes = (config.num_token_types, D), ("token_type", "model")
-            self.token_types = parameter(dims, axes, numerics)
+        dims, axes = (config.num_token_types, D), ("token_type", "model")
+        self.token_types = parameter(dims, axes, numerics) if config.num_token_types else None
         self.embed_norm = LayerNorm(D, config.norm_eps, numerics)
         self.blocks = nnx.List([EncoderBlock(config, numerics) for _ in range(config.num_layers)])
 

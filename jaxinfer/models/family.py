@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import numpy as np
@@ -26,12 +26,14 @@ class Transform:
     `rows` says which of the tensor's rows (its first axis) are wanted, in which order: of a fused
     tensor some, of a permuted one all. `is_matrix`: it is stored as [outputs, inputs], and wanted
     the other way round, so that rows are outputs; quantized weights are read by these two alone.
+    `keeps_inputs`: it is stored as wanted, save that some of its outputs may belong to others.
     """
 
     stored_shape: Callable[[Shape], Shape]
     apply: Callable[[np.ndarray, Shape], np.ndarray]
     rows: Callable[[Shape], Rows] | None = None
     is_matrix: bool = False
+    keeps_inputs: bool = False
 
     def read(self, stored: np.ndarray, shape: Shape) -> np.ndarray:
         """The parameter of `shape` out of the stored tensor."""
@@ -63,12 +65,24 @@ def halves_from_pairs(shape: Shape) -> np.ndarray:
     return rows.swapaxes(1, 2).reshape(-1)
 
 
-AS_STORED = Transform(lambda shape: shape, lambda stored, shape: stored)
+AS_STORED = Transform(lambda shape: shape, lambda stored, shape: stored, keeps_inputs=True)
 RESHAPED = Transform(_flat, _reshaped)
 # [out, in] -> [in, *out]: gate, up, down, head, and q, k, v with their heads unfolded.
 LINEAR = Transform(_flat_after(1), _transposed, is_matrix=True)
 # [out, in] -> [*in, out] with two input axes: the attention's output projection.
 LINEAR_FROM_HEADS = Transform(_flat_after(2), _transposed, is_matrix=True)
+# [2 * out, in] -> [2, in, out]: gate and up in one tensor, gate's rows first.
+LINEAR_JOINED = Transform(
+    lambda shape: (shape[0] * shape[2], shape[1]),
+    lambda stored, shape: stored.reshape(shape[0], shape[2], -1).swapaxes(1, 2),
+    is_matrix=True,
+)
+# [E, out, in] -> [E, in, out]: the matrices of all experts in one tensor.
+LINEAR_STACKED = Transform(
+    lambda shape: (*shape[:-2], shape[-1], shape[-2]),
+    lambda stored, shape: stored.swapaxes(-1, -2),
+    is_matrix=True,
+)
 LINEAR_PAIRED = dataclasses.replace(LINEAR, rows=halves_from_pairs)
 BIAS_PAIRED = dataclasses.replace(RESHAPED, rows=halves_from_pairs)
 
@@ -86,6 +100,15 @@ def part_of(transform: Transform, start: int, total: int) -> Transform:
     return dataclasses.replace(transform, stored_shape=stored_shape, rows=rows)
 
 
+def every_other(start: int) -> Transform:
+    """The outputs `start`, `start + 2`, ... of a tensor stored as wanted, [*in, 2 * out]."""
+    return Transform(
+        lambda shape: (*shape[:-1], 2 * shape[-1]),
+        lambda stored, shape: stored[..., start::2],
+        keeps_inputs=True,
+    )
+
+
 EACH = "{}"
 
 
@@ -94,31 +117,64 @@ class Weight:
     """One row of a weight table: parameter path (regex), stored name (template), transform.
 
     Of several stored names, each is one item of the parameter's first dimension; a name with `{}`
-    stands for one name an item, with the item's number in place of the braces.
+    stands for one name an item, with the item's number in place of the braces. `other` is another
+    way in which files of the format store it; it counts for a file that has all of its names.
     """
 
     path: str
     stored: str | tuple[str, ...]
     transform: Transform = AS_STORED
+    other: Weight | None = None
+
+    def names(self, path: str, dims: Shape) -> str | tuple[str, ...] | None:
+        """The stored name of the parameter at `path`, or its items' names; None of another path."""
+        match = re.fullmatch(self.path, path)
+        if match is None:
+            return None
+        if isinstance(self.stored, tuple):
+            return tuple(map(match.expand, self.stored))
+        name = match.expand(self.stored)
+        if EACH not in name:
+            return name
+        return tuple(name.replace(EACH, str(i)) for i in range(dims[0]))
+
+
+def _as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else names
 
 
 @dataclasses.dataclass(frozen=True)
 class WeightTable:
-    """Where a format keeps a family's parameters. `ignored`: stored names (regex) not wanted."""
+    """Where a format keeps a family's parameters. `ignored`: stored names (regex) not wanted.
+
+    `renamed`: (regex, template) for files that store the same tensors under other names; the first
+    that matches a whole name makes it the one that `weights` and `ignored` speak of.
+    """
 
     weights: tuple[Weight, ...]
     ignored: tuple[str, ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()
 
-    def lookup(self, path: str, dims: Shape) -> tuple[str | tuple[str, ...], Transform]:
-        """The stored names and transform of the parameter at `path`; `KeyError` without any."""
+    def known_name(self, stored: str) -> str:
+        """The name by which this table knows a stored tensor."""
+        for pattern, template in self.renamed:
+            if match := re.fullmatch(pattern, stored):
+                return match.expand(template)
+        return stored
+
+    def lookup(
+        self, path: str, dims: Shape, there: Container[str] = ()
+    ) -> tuple[str | tuple[str, ...], Transform]:
+        """The stored names and transform of the parameter at `path`; `KeyError` without any.
+        `there` are the names that the file has."""
         for weight in self.weights:
-            if match := re.fullmatch(weight.path, path):
-                if isinstance(weight.stored, tuple):
-                    return tuple(map(match.expand, weight.stored)), weight.transform
-                name = match.expand(weight.stored)
-                if EACH not in name:
-                    return name, weight.transform
-                return tuple(name.replace(EACH, str(i)) for i in range(dims[0])), weight.transform
+            if (names := weight.names(path, dims)) is None:
+                continue
+            if (other := weight.other) is not None:
+                others = other.names(path, dims)
+                if others and all(n in there for n in _as_tuple(others)):
+                    return others, other.transform
+            return names, weight.transform
         raise KeyError(path)
 
     def is_ignored(self, stored: str) -> bool:
@@ -135,8 +191,13 @@ class Family:
     `nnx.eval_shape`. The tables are functions of the config, since where a fused tensor is cut
     depends on it.
 
+    `restarts_at_limit`: what was computed of a sequence is computed anew, at its length then, when
+    it passes the config's `length_limit`, as the reference's `generate` does for this family.
+
     A decoder's config has `vocab_size`, `num_layers`, `max_len`, `cache` (`kv_cache.CacheShape`)
     and `length_limit` (`DecoderConfig`); its module is called and has `logits` as `Decoder` does.
+    Where it has `has_position_table`, and that is true, there are no positions past `max_len`. An
+    encoder's has `vocab_size`, `num_layers`, `model_dim` and `max_len`; it has no cache.
     """
 
     name: str
@@ -145,3 +206,5 @@ class Family:
     hf_weights: Callable[[Any], WeightTable]
     config_from_gguf: Callable[[Mapping[str, Any], Mapping[str, Any]], Any] | None = None
     gguf_weights: Callable[[Any], WeightTable] | None = None
+    restarts_at_limit: bool = False
+    models: str = ""  # the published models it runs, as docs/models.md names them

@@ -15,12 +15,11 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxinfer.kernels.quantized_matmul import QuantArray
 from jaxinfer.models.family import Family
 from jaxinfer.nn.layers import Numerics, Packs
-from jaxinfer.nn.quantized import QuantWeight
+from jaxinfer.nn.quantized import Quantized
 
-Weights = tuple[jax.Array | QuantArray | QuantWeight, ...]
+Weights = tuple[jax.Array | Quantized, ...]
 
 
 @dataclasses.dataclass(frozen=True)

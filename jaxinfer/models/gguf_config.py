@@ -5,6 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from typing import Any
 
+# Beginnings of keys that say how the model computes.
+WATCHED = (
+    "attention.",
+    "rope.",
+    "expert",
+    "ssm.",
+    "swin_norm",
+    "leading_dense",
+    "attn_logit",
+    "final_logit",
+    "logit_scale",
+    "residual_scale",
+    "embedding_scale",
+)
+
 
 class GgufKeys:
     """The key-values of one architecture, without its prefix."""
@@ -33,11 +48,10 @@ class GgufKeys:
     def refuse_unread(self, read: Set[str]) -> None:
         """`ValueError` for keys of attention, RoPE, experts and the like that are not `read`: each
         may change the arithmetic."""
-        watched = ("attention.", "rope.", "expert", "ssm.", "swin_norm", "leading_dense")
         unread = [
             name
             for name in self.metadata
-            if name.startswith(tuple(f"{self.architecture}.{part}" for part in watched))
+            if name.startswith(tuple(f"{self.architecture}.{part}" for part in WATCHED))
             and name.removeprefix(f"{self.architecture}.") not in read
         ]
         if unread:
@@ -59,6 +73,9 @@ DECODER_KEYS = frozenset(
         "rope.scaling.type",
         "rope.scaling.factor",
         "rope.scaling.original_context_length",
+        "rope.scaling.attn_factor",
+        "rope.scaling.yarn_beta_fast",
+        "rope.scaling.yarn_beta_slow",
         "rope.scaling.finetuned",  # says how the model was trained, not how it computes
     )
 )

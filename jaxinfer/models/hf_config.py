@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxinfer.kernels.gated_mlp.activations import ACTIVATIONS
+
+# Other spellings of activations.
+SPELLINGS = {
+    "gelu_accurate": "gelu_pytorch_tanh",
+    "gelu_fast": "gelu_pytorch_tanh",
+    "gelu_new": "gelu_pytorch_tanh",
+    "gelu_python": "gelu",
+    "gelu_python_tanh": "gelu_pytorch_tanh",
+    "swish": "silu",
+}
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def need(config: Mapping[str, Any], *names: str) -> list[int]:
@@ -18,10 +29,11 @@ def need(config: Mapping[str, Any], *names: str) -> list[int]:
 
 def activation(config: Mapping[str, Any], *names: str, default: str = "silu") -> str:
     """The first of these keys that says anything; `ValueError` for a function not known."""
-    value = next((config[name] for name in names if config.get(name)), default)
+    named = next((config[name] for name in names if config.get(name)), default)
+    value = SPELLINGS.get(named, named) if isinstance(named, str) else ""
     if value not in ACTIVATIONS:
         known = ", ".join(sorted(ACTIVATIONS))
-        raise ValueError(f"{names[0]} is {value!r}; this build has {known}")
+        raise ValueError(f"{names[0]} is {named!r}; this build has {known}")
     return value
 
 
@@ -54,3 +66,27 @@ def decoder_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         "activation": activation(config, "hidden_act", "hidden_activation"),
         "is_tied": bool(config.get("tie_word_embeddings", False)),
     }
+
+
+def layer_windows(
+    config: Mapping[str, Any],
+    num_layers: int,
+    window: int | None,
+    slides: Callable[[int], bool] = lambda layer: True,
+) -> list[int | None]:
+    """Every layer's window: `window` in those that `layer_types` calls sliding, or, where the file
+    has no such list, in those that the family's rule `slides` names."""
+    kinds = config.get("layer_types")
+    if kinds is None:
+        is_sliding = [window is not None and slides(layer) for layer in range(num_layers)]
+    else:
+        unknown = sorted({str(kind) for kind in kinds} - {FULL, SLIDING})
+        if unknown or len(kinds) != num_layers:
+            raise ValueError(
+                f"layer_types has {len(kinds)} entries for {num_layers} layers, and of kinds that "
+                f"this build does not know: {unknown}; it knows {FULL} and {SLIDING}"
+            )
+        is_sliding = [kind == SLIDING for kind in kinds]
+    if any(is_sliding) and window is None:
+        raise ValueError("layer_types has sliding layers, but sliding_window is null")
+    return [window if slides_here else None for slides_here in is_sliding]

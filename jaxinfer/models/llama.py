@@ -8,22 +8,17 @@ from typing import Any
 from jaxinfer.models import gguf_config, hf_config
 from jaxinfer.models.decoder import Decoder, DecoderConfig, LayerConfig
 from jaxinfer.models.decoder_weights import GGUF_IGNORED, GGUF_ROWS, HF_IGNORED, HF_ROWS
+from jaxinfer.models.experts import EXPERT_KEYS, GGUF_EXPERTS_ROWS, layers_from_gguf
 from jaxinfer.models.family import Family, WeightTable
-from jaxinfer.models.gguf_config import DECODER_KEYS, GgufKeys
+from jaxinfer.models.gguf_config import GgufKeys
 from jaxinfer.models.rope_config import rope_from_gguf, rope_from_hf
 
 HF_WEIGHTS = WeightTable(HF_ROWS, HF_IGNORED)
-GGUF_WEIGHTS = WeightTable(GGUF_ROWS, GGUF_IGNORED)
+GGUF_WEIGHTS = WeightTable((*GGUF_EXPERTS_ROWS, *GGUF_ROWS), GGUF_IGNORED)
 
 
 def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
     """From config.json; missing keys take `LlamaConfig`'s defaults where it has any."""
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method")
-        raise ValueError(
-            f"quantization_config ({method!r}) is not supported yet; use the checkpoint before "
-            "quantization, or a GGUF file"
-        )
     [ffn_dim] = hf_config.need(config, "intermediate_size")
     fields = hf_config.decoder_fields(config)
     rope = rope_from_hf(config, fields["head_dim"], fields["max_len"])
@@ -38,21 +33,23 @@ def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Dec
 
 
 def config_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
-    """From a GGUF file's key-values; biases and the tied head are read off the tensor names."""
+    """From a GGUF file's key-values; biases and the tied head are read off the tensor names. With
+    experts it is a Mixtral."""
     keys = GgufKeys(metadata, "llama")
-    if keys.get("expert_count", 0):
-        raise ValueError(
-            f"llama.expert_count is {keys.get('expert_count')}: mixture-of-experts files are not "
-            "supported; use a dense checkpoint"
-        )
-    keys.refuse_unread(DECODER_KEYS | {"expert_count", "expert_used_count"})
+    keys.refuse_unread(EXPERT_KEYS)
     fields = gguf_config.decoder_fields(keys, tensors)
     rope = rope_from_gguf(metadata, "llama", fields["head_dim"], tensors)
-    return DecoderConfig(layers=(LayerConfig(rope, keys.need("feed_forward_length")),), **fields)
+    ffn_dim = keys.whole("feed_forward_length")
+    if not keys.get("expert_count", 0):
+        return DecoderConfig(layers=(LayerConfig(rope, ffn_dim),), **fields)
+    experts_dim = keys.whole("expert_feed_forward_length", ffn_dim)
+    layers = layers_from_gguf(keys, tensors, rope, renormalize=True, ffn_dim=experts_dim)
+    return DecoderConfig(layers=layers, **fields)
 
 
 LLAMA = Family(
     name="llama",
+    models="Llama 1, 2, 3, 3.1 to 3.3; SmolLM 2; Mixtral as GGUF",
     build=Decoder,
     config_from_hf=config_from_hf,
     config_from_gguf=config_from_gguf,

@@ -3,8 +3,10 @@
 A pair (x[i], x[i + dim/2]) is turned by the angle `position * frequency[i]`, with
 `frequency[i] = theta ** (-2i / dim)` changed by a scaling. Two scalings also look at how long the
 sequence is; here a token's *rope length* is `max(prompt length, position + 1)`, the length that
-Hugging Face's `generate` has seen when it first computes that token. So a token's angles depend on
-its request alone, never on how the prompt was cut into chunks.
+Hugging Face's `generate` has seen when it first computes that token. A family may compute a whole
+sequence anew when it passes the original length (Phi 3, `Family.restarts_at_limit`); then all of
+its tokens have at least that rope length. So a token's angles depend on its request alone, never on
+how the prompt was cut into chunks.
 """
 
 from __future__ import annotations

@@ -20,7 +20,9 @@ With lse, results over disjoint parts of a row's keys are merged (arXiv:2310.018
 
 Pages (`kernels/kv_pages.py`) are [P, K, B, H] (rows = B, lanes = H) or folded, [P, K, B / f, L]
 with L a multiple of 128, which suits a TPU where H is not one (`kernels/folding.py`). Of quantized
-ones, k and v are what is stored times the token's and head's scale.
+ones, k and v are what is stored times the token's and head's scale. Where there are no pages of
+values, v[s] is the first `value_dim` numbers of k[s] (the absorbed form of multi-head latent
+attention, arXiv:2405.04434, section 2.1.2).
 
 Cells past `kv_len` and pages that no row owns may hold anything, NaN included; they never reach the
 output. A token of no row (padding past `q_start[R]`) gets zeros, and an lse of -inf.
@@ -65,10 +67,11 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
     alibi_slopes: Float[Array, " N"] | None = None,
+    value_dim: int | None = None,
     return_lse: bool = False,
     batch_invariant: bool = False,
     backend: str | None = None,
-) -> Float[Array, "T N H"] | tuple[Float[Array, "T N H"], Float[Array, "T N"]]:
+) -> Float[Array, "T N values"] | tuple[Float[Array, "T N values"], Float[Array, "T N"]]:
     """Attend from every query to its row's cached tokens; formula and layout in the module's text.
 
     Products and sums are float32, the result has q's dtype; with `return_lse` lse follows it, in
@@ -83,7 +86,7 @@ def paged_attention(
         "sinks": sinks,
         "alibi_slopes": alibi_slopes,
     }
-    check_call(q, pages, q_start, kv_len, page_table, variant)
+    check_call(q, pages, q_start, kv_len, page_table, variant, value_dim)
     backends = BACKENDS
     if batch_invariant:  # where a row is cut among programs would depend on the other rows
         backends = BACKENDS | {"gpu": partial(BACKENDS["gpu"], batch_invariant=True)}
@@ -101,6 +104,7 @@ def paged_attention(
             page_table,
             k_scales=pages.k_scales,
             v_scales=pages.v_scales,
+            value_dim=value_dim,
             return_lse=return_lse,
             **variant,
         )
@@ -147,16 +151,19 @@ def _token_by_token(attend, q, q_start, kv_len, page_table):
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:T], parts)
 
 
-def check_call(q, pages: KVPages, q_start, kv_len, page_table, variant: dict[str, Any]) -> None:
+def check_call(
+    q, pages: KVPages, q_start, kv_len, page_table, variant: dict[str, Any], value_dim: int | None
+) -> None:
     """Raises `ValueError` for shapes that do not fit together and options out of range."""
     _check_shapes(q, pages, q_start, kv_len, page_table)
+    check_value_dim(pages, q.shape[2], value_dim)
     of_score = {name: value for name, value in variant.items() if name != "scale"}
     check_variant(q.shape[1], **of_score)
 
 
 def _check_shapes(q, pages: KVPages, q_start, kv_len, page_table) -> None:
     k, v = pages.k, pages.v
-    if k.shape != v.shape or k.dtype != v.dtype:
+    if v is not None and (k.shape != v.shape or k.dtype != v.dtype):
         raise ValueError(f"pages of k, {k.dtype}{k.shape}, and of v, {v.dtype}{v.shape}, differ")
     fold = fold_of(k.shape[3], q.shape[2])
     if not fold:
@@ -164,8 +171,8 @@ def _check_shapes(q, pages: KVPages, q_start, kv_len, page_table) -> None:
     if q.shape[1] % k.shape[1]:
         raise ValueError(f"{q.shape[1]} query heads are no multiple of {k.shape[1]} KV heads")
     cells = (*k.shape[:2], k.shape[2] * fold)
-    for name, scales in (("k_scales", pages.k_scales), ("v_scales", pages.v_scales)):
-        if is_quantized(k.dtype) != (scales is not None):
+    for name, stored, scales in (("k_scales", k, pages.k_scales), ("v_scales", v, pages.v_scales)):
+        if (stored is not None and is_quantized(k.dtype)) != (scales is not None):
             asked = f"need {name}" if scales is None else f"have no use for {name}"
             raise ValueError(f"pages of {k.dtype} {asked}")
         if scales is not None and scales.shape != cells:
@@ -177,3 +184,12 @@ def _check_shapes(q, pages: KVPages, q_start, kv_len, page_table) -> None:
         )
     if not kv_len.shape[0]:
         raise ValueError("there are 0 rows; there must be at least 1 (an empty one has kv_len 0)")
+
+
+def check_value_dim(pages: KVPages, head_dim: int, value_dim: int | None) -> None:
+    """Raises `ValueError` unless pages without values come with the number of values in a key."""
+    if (pages.v is None) != (value_dim is not None):
+        has = "no values: say value_dim" if pages.v is None else "values: value_dim must be None"
+        raise ValueError(f"value_dim is {value_dim}, and the pages have {has}")
+    if value_dim is not None and not 1 <= value_dim <= head_dim:
+        raise ValueError(f"value_dim is {value_dim}; keys of {head_dim} take 1 to {head_dim}")

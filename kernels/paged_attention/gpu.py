@@ -56,6 +56,7 @@ def paged_attention(
     alibi_slopes,  # [N] or None
     k_scales=None,  # [P, K, B], of int8 and float8_e4m3fn pages
     v_scales=None,  # [P, K, B]
+    value_dim: int | None = None,
     return_lse: bool = False,
     batch_invariant: bool = False,
     tiling: Tiling | None = None,
@@ -164,6 +165,8 @@ def _outputs(plan: Plan, dtype) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 
 def _check(q, k_pages, v_pages, k_scales, v_scales) -> None:
+    if v_pages is None:
+        raise NotImplementedError("values are a part of the keys; it reads pages of values")
     if q.size >= 1 << 31:
         raise NotImplementedError(f"{q.size} numbers of queries; it counts them in 32 bits")
     if q.dtype.name not in FLOATS:

@@ -113,6 +113,7 @@ def paged_attention(
     alibi_slopes,  # [N] or None
     k_scales=None,
     v_scales=None,
+    value_dim: int | None = None,
     return_lse: bool = False,
     tiling: Tiling | None = None,
     interpret: Any = False,  # or Pallas' parameters of its GPU emulator
@@ -267,6 +268,8 @@ def _check_assembler() -> None:
 
 
 def _check(q, k_pages, v_pages, kv_len, k_scales) -> None:
+    if v_pages is None:
+        raise NotImplementedError("values are a part of the keys; it reads pages of values")
     (T, N, H), (_, K, B, lanes), R = q.shape, k_pages.shape, kv_len.shape[0]
     if T <= R:
         raise NotImplementedError(

@@ -15,7 +15,7 @@ from jaxinfer.kernels.kv_pages import dequantized
 def paged_attention(
     q,  # [T, N, H]
     k_pages,  # [P, K, B, H]
-    v_pages,  # [P, K, B, H]
+    v_pages,  # [P, K, B, H] or None
     q_start,  # [R+1]
     kv_len,  # [R]
     page_table,  # [R, W]
@@ -27,6 +27,7 @@ def paged_attention(
     alibi_slopes,  # [N] or None
     k_scales=None,  # [P, K, B] or None
     v_scales=None,  # [P, K, B] or None
+    value_dim=None,
     return_lse=False,
 ):
     wide = jnp.float64 if jax.config.jax_enable_x64 else jnp.float32  # type: ignore[attr-defined]
@@ -34,11 +35,7 @@ def paged_attention(
     K, B = k_pages.shape[1:3]
     G = N // K
 
-    token = jnp.arange(T)
-    row = jnp.searchsorted(q_start[1:], token, side="right", method="compare_all")  # [T]
-    is_real = row < kv_len.shape[0]
-    row = jnp.where(is_real, row, 0)
-    position = kv_len[row] - (q_start[row + 1] - token)  # [T]
+    row, position, is_real = _places(T, q_start, kv_len)
 
     def cells(pages):  # [R, W, K, B, H] -> [T, W*B, K, H]
         of_row = jnp.moveaxis(pages[page_table], 2, 3).reshape(page_table.shape[0], -1, K, H)
@@ -49,7 +46,9 @@ def paged_attention(
     if window is not None:
         is_seen &= s > position[:, None] - window
     k = jnp.where(is_seen[..., None, None], cells(dequantized(k_pages, k_scales)), 0)
-    v = jnp.where(is_seen[..., None, None], cells(dequantized(v_pages, v_scales)), 0)
+    v = k[..., :value_dim]
+    if v_pages is not None:
+        v = jnp.where(is_seen[..., None, None], cells(dequantized(v_pages, v_scales)), 0)
 
     z = jnp.einsum("tkgh,tskh->tkgs", q.astype(wide).reshape(T, K, G, H), k).reshape(T, N, -1)
     z = z * scale
@@ -70,4 +69,13 @@ def paged_attention(
     out = jnp.einsum("tkgs,tskh->tkgh", weight.reshape(T, K, G, -1), v)
     lse = (top + jnp.log(total))[..., 0].astype(jnp.float32)
     lse = jnp.where(is_real[:, None], lse, -jnp.inf)
-    return out.reshape(T, N, H).astype(q.dtype), lse if return_lse else None
+    return out.reshape(T, N, -1).astype(q.dtype), lse if return_lse else None
+
+
+def _places(T, q_start, kv_len):
+    """Each token's row, its position there, and whether it is of any: [T] each."""
+    token = jnp.arange(T)
+    row = jnp.searchsorted(q_start[1:], token, side="right", method="compare_all")
+    is_real = row < kv_len.shape[0]
+    row = jnp.where(is_real, row, 0)
+    return row, kv_len[row] - (q_start[row + 1] - token), is_real

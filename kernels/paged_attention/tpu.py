@@ -93,12 +93,15 @@ def paged_attention(
     alibi_slopes,  # [N] or None
     k_scales=None,  # [P, K, B] or None
     v_scales=None,  # [P, K, B] or None
+    value_dim: int | None = None,
     return_lse: bool = False,
     tiling: Tiling | None = None,
     interpret: Any = False,  # for tests: pltpu.InterpretParams()
 ):
     """The result and its log-sum-exp. Declines (`NotImplementedError`) what Mosaic cannot
     compile."""
+    if value_dim is not None:
+        raise NotImplementedError("values are a part of the keys; it reads pages of values")
     cache = _Cache(k_pages, v_pages, k_scales, v_scales)
     variant = _Variant(scale, window, soft_cap, sinks, alibi_slopes, return_lse)
     rows = Rows(q_start, kv_len, page_table)

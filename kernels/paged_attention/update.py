@@ -27,7 +27,7 @@ Rotary = tuple[Float[Array, "T half"], Float[Array, "T half"]]  # cosines, sines
 def update_and_attend(
     q: Float[Array, "T N H"],
     k: Float[Array, "T K H"],
-    v: Float[Array, "T K H"],
+    v: Float[Array, "T K H"] | None,
     pages: KVPages,
     q_start: Int[Array, " R1"],
     kv_len: Int[Array, " R"],
@@ -41,11 +41,13 @@ def update_and_attend(
     soft_cap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
     alibi_slopes: Float[Array, " N"] | None = None,
+    value_dim: int | None = None,
     batch_invariant: bool = False,
     backend: str | None = None,
-) -> tuple[Float[Array, "T N H"], KVPages]:
+) -> tuple[Float[Array, "T N values"], KVPages]:
     """Turn queries and keys to their positions (`rotary`), store keys and values in their pages,
-    and attend; the pages are updated in place under donation. Options as in `paged_attention`.
+    and attend; the pages are updated in place under donation. Options as in `paged_attention`; no
+    `v` for pages without values.
 
     A token whose `write_page` is P or more is not stored: a shared page holds it already. Those of
     a row come before its others. Raises `ValueError` for shapes that do not fit together.
@@ -57,9 +59,9 @@ def update_and_attend(
         "sinks": sinks,
         "alibi_slopes": alibi_slopes,
     }
-    check_call(q, pages, q_start, kv_len, page_table, variant)
+    check_call(q, pages, q_start, kv_len, page_table, variant, value_dim)
     chosen = backend or preferred()[0]
-    if chosen in UPDATE_BACKENDS and not batch_invariant:
+    if chosen in UPDATE_BACKENDS and pages.v is not None and not batch_invariant:
         turn = (lambda x: x) if rotary is None else lambda x: rotate(x, *rotary)
         try:
             out, _, new_k, new_v = UPDATE_BACKENDS[chosen](
@@ -73,7 +75,7 @@ def update_and_attend(
     writer = backend if backend in BACKENDS else None  # no backend of that name: the best that fits
     q, pages = rope_and_write(q, k, v, cos, sin, pages, write_page, write_cell, backend=writer)
     out: Any = paged_attention(
-        q, pages, q_start, kv_len, page_table,
+        q, pages, q_start, kv_len, page_table, value_dim=value_dim,
         batch_invariant=batch_invariant, backend=backend, **variant,
     )  # fmt: skip
     return out, pages

@@ -38,9 +38,10 @@ class _Rows(NamedTuple):
 
 class _Pages(NamedTuple):
     k: jax.Array  # [P, K, B, H]
-    v: jax.Array  # [P, K, B, H]
+    v: jax.Array | None  # [P, K, B, H]; None: the first `value_dim` numbers of k
     k_scales: jax.Array | None  # [P, K, B]
     v_scales: jax.Array | None  # [P, K, B]
+    value_dim: int
 
 
 class _Variant(NamedTuple):
@@ -54,7 +55,7 @@ class _Variant(NamedTuple):
 def paged_attention(
     q,  # [T, N, H]
     k_pages,  # [P, K, B, H]
-    v_pages,  # [P, K, B, H]
+    v_pages,  # [P, K, B, H] or None
     q_start,  # [R+1]
     kv_len,  # [R]
     page_table,  # [R, W]
@@ -66,15 +67,16 @@ def paged_attention(
     alibi_slopes,  # [N] or None
     k_scales=None,  # [P, K, B] or None
     v_scales=None,  # [P, K, B] or None
+    value_dim=None,
     return_lse=False,
 ):
     T, R = q.shape[0], kv_len.shape[0]
     variant = _Variant(scale, window, soft_cap, sinks, alibi_slopes)
     rows = _Rows(q_start, kv_len, page_table)
-    pages = _Pages(k_pages, v_pages, k_scales, v_scales)
+    pages = _Pages(k_pages, v_pages, k_scales, v_scales, value_dim or q.shape[2])
     q_len = jnp.diff(q_start)
     lse = jnp.full(q.shape[:2], -jnp.inf, jnp.float32) if return_lse else None
-    out = (jnp.zeros_like(q), lse)
+    out = (jnp.zeros((*q.shape[:2], pages.value_dim), q.dtype), lse)
 
     # Single queries, longest row first; the others sort to the end and are not counted.
     is_single = q_len == 1
@@ -103,7 +105,7 @@ def paged_attention(
 
 
 def _run_tiles(
-    out,  # [T, N, H], and [T, N] or None
+    out,  # [T, N, value_dim], and [T, N] or None
     q,  # [T, N, H]
     pages,
     rows,
@@ -150,8 +152,8 @@ def _attend(
     pages_a_block,
     variant,
 ):
-    """C tiles of M queries over their pages: one online softmax (arXiv:2205.14135). [C, M, N, H],
-    and the logarithm of its sums, [C, M, N]."""
+    """C tiles of M queries over their pages: one online softmax (arXiv:2205.14135).
+    [C, M, N, value_dim], and the logarithm of its sums, [C, M, N]."""
     C, M, N, H = q.shape
     _, K, B, _ = pages.k.shape
     G, S = N // K, pages_a_block * B
@@ -168,9 +170,10 @@ def _attend(
         return _read_block(stored, scales, ids)
 
     def block_step(block, carry):
-        top, total, acc = carry  # [C, K, G*M], the same, [C, K, G*M, H]
+        top, total, acc = carry  # [C, K, G*M], the same, [C, K, G*M, value_dim]
         s = block * S + jnp.arange(S)
-        z = jnp.einsum("ckqh,cksh->ckqs", q, read(pages.k, pages.k_scales, block))
+        k = read(pages.k, pages.k_scales, block)
+        z = jnp.einsum("ckqh,cksh->ckqs", q, k)
         if variant.soft_cap is not None:
             z = variant.soft_cap * jnp.tanh(z / variant.soft_cap)
         if variant.alibi_slopes is not None:
@@ -185,22 +188,30 @@ def _attend(
         fade = jnp.exp(top - new_top)
         # A weight of 0 times a NaN in a cell nobody wrote would be NaN.
         is_written = (s <= position.max(axis=1)[:, None])[:, None, :, None]
-        v = jnp.where(is_written, read(pages.v, pages.v_scales, block), 0)
+        of_keys = k[..., : pages.value_dim]
+        v = of_keys if pages.v is None else read(pages.v, pages.v_scales, block)
+        v = jnp.where(is_written, v, 0)
         acc = acc * fade[..., None] + jnp.einsum("ckqs,cksh->ckqh", weight, v)
         return new_top, total * fade + weight.sum(axis=-1), acc
 
-    if variant.sinks is not None:
-        top = jnp.broadcast_to(per_head(variant.sinks), (C, K, G * M))
-        total = jnp.ones_like(top)
-    else:
-        top = jnp.full((C, K, G * M), MASKED, jnp.float32)
-        total = jnp.zeros_like(top)
-    carry = (top, total, jnp.zeros((C, K, G * M, H), jnp.float32))
+    sinks = None if variant.sinks is None else per_head(variant.sinks)
+    carry = _nothing_seen((C, K, G * M), pages.value_dim, sinks)
     blocks = _blocks(position, S, variant.window)
     top, total, acc = jax.lax.fori_loop(*blocks, block_step, carry)
     by_token = lambda x: jnp.moveaxis(x.reshape(C, K, G, M, *x.shape[3:]), 3, 1)
     out, lse = map(by_token, _divided(top, total, acc))
-    return out.reshape(C, M, N, H), lse.reshape(C, M, N)
+    return out.reshape(C, M, N, -1), lse.reshape(C, M, N)
+
+
+def _nothing_seen(shape, value_dim, sinks):
+    """The running softmax before the first block: largest score, sum of weights, sum of values."""
+    if sinks is not None:
+        top = jnp.broadcast_to(sinks, shape)
+        total = jnp.ones_like(top)
+    else:
+        top = jnp.full(shape, MASKED, jnp.float32)
+        total = jnp.zeros_like(top)
+    return top, total, jnp.zeros((*shape, value_dim), jnp.float32)
 
 
 def _read_block(stored, scales, ids):

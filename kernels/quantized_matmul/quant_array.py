@@ -54,6 +54,19 @@ class QuantArray:
     group_size: int
     pack_rows: int = 0  # 8 bits: 0
 
+    def __getitem__(self, index: Any) -> QuantArray:
+        """`weight[i]`: one of several matrices, by the axes in front; `weight[...]`: itself."""
+        return jax.tree.map(lambda a: a[index], self)
+
+    def columns(self, index: Any) -> QuantArray:
+        """Those columns [D, len(index)]."""
+        return jax.tree.map(lambda a: a[..., index], self)
+
+    @property
+    def nbytes(self) -> int:
+        arrays = (self.values, self.scales, self.zeros)
+        return sum(a.size * a.dtype.itemsize for a in arrays if a is not None)
+
     @property
     def num_rows(self) -> int:
         """D."""

@@ -34,7 +34,7 @@ BACKENDS = {
 def rope_and_write(
     q: Float[Array, "T N H"],
     k: Float[Array, "T K H"],
-    v: Float[Array, "T K H"],
+    v: Float[Array, "T K H"] | None,
     cos: Float[Array, "T half"] | None,
     sin: Float[Array, "T half"] | None,
     pages: KVPages,
@@ -47,8 +47,8 @@ def rope_and_write(
 
     A token whose page is P or more is not stored; no two stored tokens may share a cell, and those
     of one page lie one behind another, as a row's do. In place when the caller's jit donates
-    `pages`. Without `cos` and `sin` nothing is turned. Raises `ValueError` for shapes and types
-    that do not fit together.
+    `pages`. Without `cos` and `sin` nothing is turned; no `v` for pages without values. Raises
+    `ValueError` for shapes and types that do not fit together.
     """
     _check_turn(q, cos, sin)
     _check_pages(k, v, pages)
@@ -71,9 +71,12 @@ def _check_turn(q, cos, sin) -> None:
 
 
 def _check_pages(k, v, pages: KVPages) -> None:
-    if k.shape != v.shape:
+    if (v is None) != (pages.v is None):
+        has = "no values" if v is None else "values"
+        raise ValueError(f"{has} for pages {'without' if pages.v is None else 'with'} them")
+    if v is not None and k.shape != v.shape:
         raise ValueError(f"k {k.shape} and v {v.shape} differ in shape")
-    if pages.k.shape != pages.v.shape or pages.k.dtype != pages.v.dtype:
+    if pages.v is not None and (pages.k.shape, pages.k.dtype) != (pages.v.shape, pages.v.dtype):
         raise ValueError(
             f"pages of keys are {pages.k.dtype} {pages.k.shape}, of values "
             f"{pages.v.dtype} {pages.v.shape}; they must be alike"
@@ -84,8 +87,9 @@ def _check_pages(k, v, pages: KVPages) -> None:
         )
     fold = fold_of(pages.k.shape[3], k.shape[2])
     of_scales = (*pages.k.shape[:2], pages.k.shape[2] * fold)
-    for name, scales in (("k_scales", pages.k_scales), ("v_scales", pages.v_scales)):
-        if (scales is not None) != is_quantized(pages.k.dtype):
+    parts = (("k_scales", pages.k, pages.k_scales), ("v_scales", pages.v, pages.v_scales))
+    for name, stored, scales in parts:
+        if (scales is not None) != (stored is not None and is_quantized(pages.k.dtype)):
             needs = "need" if scales is None else "have no"
             raise ValueError(f"{pages.k.dtype} pages {needs} {name}")
         if scales is not None and (scales.shape, scales.dtype) != (of_scales, jnp.float32):

@@ -87,7 +87,10 @@ def rope_and_write(
     tiling: Tiling | None = None,
     launch: Launcher = jax_triton,
 ):
-    """Declines (`NotImplementedError`) folded pages, and float8 on a GPU that has none."""
+    """Declines (`NotImplementedError`) folded pages, pages without values, and float8 on a GPU that
+    has none."""
+    if pages.v is None:
+        raise NotImplementedError("the pages have no values; it writes both")
     require_triton()
     if pages.k.shape[3] != k.shape[2]:
         raise NotImplementedError("pages are folded, which suits a TPU; allocate plain ones")

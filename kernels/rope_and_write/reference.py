@@ -16,7 +16,7 @@ from jaxinfer.kernels.kv_pages import KVPages, quantize_heads, scale_cell
 def rope_and_write(
     q,  # [T, N, H]
     k,  # [T, K, H]
-    v,  # [T, K, H]
+    v,  # [T, K, H] or None
     cos,  # [T, half] or None
     sin,  # [T, half] or None
     pages,  # k, v: [P, K, B, H] or folded
@@ -26,6 +26,8 @@ def rope_and_write(
     if cos is not None:
         q, k = _turned(q, cos, sin), _turned(k, cos, sin)
     of_keys = _stored(pages.k, pages.k_scales, k, page, cell)
+    if pages.v is None:
+        return q, KVPages(of_keys[0], None, of_keys[1])
     of_values = _stored(pages.v, pages.v_scales, v, page, cell)
     return q, KVPages(of_keys[0], of_values[0], of_keys[1], of_values[1])
 

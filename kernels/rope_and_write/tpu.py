@@ -56,7 +56,7 @@ class Runs(NamedTuple):
 def rope_and_write(
     q,  # [T, N, H]
     k,  # [T, K, H]
-    v,  # [T, K, H]
+    v,  # [T, K, H] or None
     cos,  # [T, half] or None
     sin,  # [T, half] or None
     pages,  # k, v: [P, K, B, H] or folded
@@ -80,14 +80,15 @@ def rope_and_write(
     )
     runs, num_runs = _runs(plan, page, cell, pages.k.shape[0])
     new, scales = [], []
-    for x, old in ((k, pages.k_scales), (v, pages.v_scales)):
+    held = [pages.k] if pages.v is None else [pages.k, pages.v]
+    for x, old in ((k, pages.k_scales), (v, pages.v_scales))[: len(held)]:
         if old is not None:
             x, scale = quantize_heads(x, pages.k.dtype)
             place = scale_cell(cell, rows, plan.fold)
             scales.append(old.at[page, :, place].set(scale, mode="drop"))
         new.append(_rows_of_lanes(plan, x.astype(pages.k.dtype), pages.k.shape[3]))
-    stored = _call(plan, pages.k, interpret, num_runs)(*runs, *new, pages.k, pages.v)
-    return q, KVPages(*stored, *scales)
+    stored = _call(plan, held, interpret, num_runs)(*runs, *new, *held)
+    return q, KVPages(stored[0], None if pages.v is None else stored[1], *scales)
 
 
 def _runs(plan: Plan, page, cell, num_pages: int) -> tuple[Runs, jax.Array]:
@@ -118,24 +119,25 @@ def _rows_of_lanes(plan: Plan, x, lanes: int):
     return jnp.pad(x, ((0, plan.tokens), (0, 0), (0, behind)))
 
 
-def _call(plan: Plan, pages, interpret, num_runs):
-    """The `pallas_call`; operands: runs, new keys, new values, pages of keys, of values."""
-    _, K, _, lanes = pages.shape
+def _call(plan: Plan, pages: list[Any], interpret, num_runs):
+    """The `pallas_call`; operands: runs, new keys and values, pages of keys and values; or keys
+    alone."""
+    _, K, _, lanes = pages[0].shape
     of_run = lambda i, page, group, first, *_: (first[i], 0, 0)
     of_group = lambda i, page, group, *_: (page[i], 0, group[i], 0)
     new = pl.BlockSpec((pl.Element(plan.tokens), pl.Element(K), pl.Element(lanes)), of_run)
     held = pl.BlockSpec((1, K, plan.group, lanes), of_group)
-    num_scalars = len(Runs._fields)
+    num_scalars, num = len(Runs._fields), len(pages)
     return pl.pallas_call(
         partial(_kernel, plan),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=num_scalars,
             grid=(num_runs,),
-            in_specs=[new, new, held, held],
-            out_specs=[held, held],
+            in_specs=[new] * num + [held] * num,
+            out_specs=[held] * num,
         ),
-        out_shape=[jax.ShapeDtypeStruct(pages.shape, pages.dtype)] * 2,
-        input_output_aliases={num_scalars + 2: 0, num_scalars + 3: 1},
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in pages],
+        input_output_aliases={num_scalars + num + i: i for i in range(num)},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
         interpret=interpret,
         name="rope_and_write",
@@ -149,17 +151,13 @@ def _kernel(
     first,
     end,
     cell,  # [T], of each token
-    new_k,  # [tokens, K, L]
-    new_v,  # [tokens, K, L]
-    old_k,  # [1, K, group, L]
-    old_v,  # [1, K, group, L]
-    out_k,  # [1, K, group, L]
-    out_v,  # [1, K, group, L]
+    *arrays,  # new [tokens, K, L], old and out [1, K, group, L], each of keys, then of values
 ) -> None:
     """One run: its group as it was, with the run's tokens in their places."""
     runs = Runs(page, group, first, end, cell)
-    _put_rows(plan, runs, new_k, old_k, out_k)
-    _put_rows(plan, runs, new_v, old_v, out_v)
+    num = len(arrays) // 3
+    for i in range(num):
+        _put_rows(plan, runs, *arrays[i::num])
 
 
 def _put_rows(plan: Plan, runs: Runs, new, old, out) -> None:

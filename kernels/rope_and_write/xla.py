@@ -9,7 +9,7 @@ from jaxinfer.kernels.rotary import rotate
 def rope_and_write(
     q,  # [T, N, H]
     k,  # [T, K, H]
-    v,  # [T, K, H]
+    v,  # [T, K, H] or None
     cos,  # [T, half] or None
     sin,  # [T, half] or None
     pages,  # k, v: [P, K, B, H] or folded

@@ -15,10 +15,11 @@ from jaxinfer.serving.auth import ApiKeys
 from jaxinfer.serving.config import LimitsConfig, ServingConfig
 from jaxinfer.serving.errors import ServiceError
 from jaxinfer.serving.health import Health
-from jaxinfer.serving.http import chat, completions, info
+from jaxinfer.serving.http import chat, completions, embeddings, info
 from jaxinfer.serving.http.document import body_of, openapi_document
+from jaxinfer.serving.http.embedding_schema import EmbeddingBody
 from jaxinfer.serving.http.errors import error_response, on_http_exception
-from jaxinfer.serving.http.gate import GENERATING_PATHS, Gate
+from jaxinfer.serving.http.gate import EMBEDDING_PATH, WORKING_PATHS, Gate
 from jaxinfer.serving.http.openai_schema import (
     ChatRequest,
     CompletionRequest,
@@ -29,6 +30,7 @@ from jaxinfer.serving.http.page import load_page
 from jaxinfer.serving.http.response_schema import (
     ChatCompletion,
     Completion,
+    EmbeddingList,
     HealthBody,
     Model,
     ModelList,
@@ -60,10 +62,11 @@ def build_app(
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.include_router(_generating(service, config.limits))
+    app.include_router(_working(service, config.limits))
     app.include_router(_telling(service, config.limits))
     app.include_router(_operating(service, health, metrics))
-    if config.page and (page := load_page()) is not None:
+    can_chat = not service.model.embedding_dim
+    if config.page and can_chat and (page := load_page()) is not None:
 
         @app.get("/", include_in_schema=False)
         async def get_page() -> Response:
@@ -94,20 +97,23 @@ def _service_error_handler(metrics: Metrics) -> Any:
     async def on_service_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ServiceError)
         state = request.scope["state"]
-        if request.scope["path"] in GENERATING_PATHS and not state.get("has_stream"):
+        if request.scope["path"] in WORKING_PATHS and not state.get("has_stream"):
             metrics.refused("http", error.kind)
         return error_response(error)
 
     return on_service_error
 
 
-def _generating(service: Service, limits: LimitsConfig) -> APIRouter:
+def _working(service: Service, limits: LimitsConfig) -> APIRouter:
+    """Those of the other kind of model are there too, undocumented, and say so."""
     router = APIRouter(tags=["generate"])
+    embeds = bool(service.model.embedding_dim)
     tokenizer = _tokenizer_of(service)
     errors = (400, 404, 408, 409, 413, 415, 429, 503)
 
     @router.post(
         "/v1/completions",
+        include_in_schema=not embeds,
         responses=answers(Completion, *errors, is_streamed=True),
         openapi_extra=body_of(CompletionRequest),
     )
@@ -116,11 +122,21 @@ def _generating(service: Service, limits: LimitsConfig) -> APIRouter:
 
     @router.post(
         "/v1/chat/completions",
+        include_in_schema=not embeds,
         responses=answers(ChatCompletion, *errors, is_streamed=True),
         openapi_extra=body_of(ChatRequest),
     )
     async def create_chat_completion(request: Request) -> Response:
         return await chat.chat(request, service, tokenizer, limits)
+
+    @router.post(
+        EMBEDDING_PATH,
+        include_in_schema=embeds,
+        responses=answers(EmbeddingList, *errors),
+        openapi_extra=body_of(EmbeddingBody),
+    )
+    async def create_embedding(request: Request) -> Response:
+        return await embeddings.embed(request, service, limits)
 
     return router
 

@@ -29,12 +29,9 @@ def checked_params(
 def generation_requests(
     request: Request, ask: GenerationFields, prompts: Sequence[Prompt], params: SamplingParams
 ) -> list[GenerationRequest]:
-    """One a prompt. The client's `request_id` is taken as it is, and refused while it is in use; an
-    `X-Request-Id` may be that of several, so it becomes the beginning of the id."""
+    """One a prompt."""
     state = request.scope["state"]
-    base = ask.request_id or state["request_id"]
-    if ask.request_id is None and state["client_request_id"] is not None:
-        base = f"{base}.{uuid.uuid4().hex[:12]}"
+    base = own_id(request, ask.request_id)
     ids = [base] if len(prompts) == 1 else [f"{base}.{i}" for i in range(len(prompts))]
     return [
         GenerationRequest(
@@ -49,6 +46,15 @@ def generation_requests(
         )
         for prompt, request_id in zip(prompts, ids, strict=True)
     ]
+
+
+def own_id(request: Request, given: str | None) -> str:
+    """The loop's id of a request. The client's `request_id` is taken as it is, and refused while it
+    is in use; an `X-Request-Id` may be that of several, so it becomes the beginning of the id."""
+    state = request.scope["state"]
+    if given is None and state["client_request_id"] is not None:
+        return f"{state['request_id']}.{uuid.uuid4().hex[:12]}"
+    return given or state["request_id"]
 
 
 def wants_usage(ask: GenerationFields) -> bool:

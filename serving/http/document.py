@@ -13,6 +13,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from jaxinfer.serving.http.embedding_schema import EmbeddingBody
 from jaxinfer.serving.http.gate import is_guarded
 from jaxinfer.serving.http.openai_schema import (
     ChatRequest,
@@ -25,6 +26,7 @@ from jaxinfer.serving.service import ModelInfo
 _BODIES: tuple[type[BaseModel], ...] = (
     CompletionRequest,
     ChatRequest,
+    EmbeddingBody,
     TokenizeRequest,
     DetokenizeRequest,
 )

@@ -1,8 +1,8 @@
 """What every request passes before the app sees it: pure ASGI, so that a refusal costs little.
 
-In this order: a request id in and out, the API key, and for a request to generate the room in the
-queue; the body has not been looked at by then. Whatever the app lets escape ends here as a 500
-that tells nothing, and is logged.
+In this order: a request id in and out, the API key, and for a request to generate or to embed
+whether the model does that, and the room in the queue; the body has not been looked at by then.
+Whatever the app lets escape ends here as a 500 that tells nothing, and is logged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from jaxinfer.serving.http.errors import error_response, internal_error, json_re
 from jaxinfer.serving.metrics import Metrics
 from jaxinfer.serving.service import Service
 
+EMBEDDING_PATH = "/v1/embeddings"
 GENERATING_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
+WORKING_PATHS = GENERATING_PATHS | {EMBEDDING_PATH}
 GUARDED_PATHS = frozenset({"/tokenize", "/detokenize", "/metrics"})
 
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
@@ -67,7 +69,7 @@ class Gate:
                 raise ServiceError(ErrorKind.INVALID, text, field="X-Request-Id")
             self._check(scope, headers, state)
         except ServiceError as error:
-            if scope["path"] in GENERATING_PATHS:
+            if scope["path"] in WORKING_PATHS:
                 self.metrics.refused("http", error.kind)
             await error_response(error)(scope, receive, reply)
             return
@@ -90,7 +92,11 @@ class Gate:
                 text = f"the API key {what}; send the header Authorization: Bearer KEY"
                 raise ServiceError(ErrorKind.UNAUTHENTICATED, text)
             state["key_name"] = name
-        if path in GENERATING_PATHS and scope["method"] == "POST":
+        if path in WORKING_PATHS and scope["method"] == "POST":
+            if path == EMBEDDING_PATH:
+                self.service.check_can_embed()
+            else:
+                self.service.check_can_generate()
             self.service.loop.check_room()
 
 

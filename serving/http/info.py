@@ -40,6 +40,7 @@ def model_fields(service: Service) -> dict[str, Any]:
         "num_parameters": model.num_parameters,
         "dtype": model.dtype,
         "has_chat_template": model.has_chat_template,
+        "embedding_dim": model.embedding_dim,
     }
 
 

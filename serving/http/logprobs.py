@@ -41,7 +41,7 @@ class Offsets:
     def __init__(self, tokenizer: Tokenizer | None, *, skip_special_tokens: bool):
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._strips = tokenizer is not None and tokenizer.strips_leading_space
+        self._is_first = tokenizer is not None and tokenizer.first_differs
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
 
@@ -51,8 +51,8 @@ class Offsets:
         if self._tokenizer is not None:
             skips = self._skip_special_tokens
             data = self._tokenizer.bytes_of(token_id, skip_special_tokens=skips)
-            if self._strips and data:
-                data, self._strips = data.removeprefix(b" "), False
+            if self._is_first and data:
+                data, self._is_first = self._tokenizer.first_bytes_of(token_id), False
             self._offset += len(self._utf8.decode(data))
         return start
 

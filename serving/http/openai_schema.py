@@ -97,7 +97,7 @@ def _add_either(schema: dict[str, Any]) -> None:
     ]
 
 
-def _strict(unsupported: Mapping[str, tuple[Any, ...]] | None = None) -> ConfigDict:
+def strict(unsupported: Mapping[str, tuple[Any, ...]] | None = None) -> ConfigDict:
     return ConfigDict(
         strict=True,
         extra="forbid",
@@ -110,7 +110,7 @@ def _is_token_ids(value: Any) -> bool:
     return isinstance(value, list) and all(type(i) is int and i >= 0 for i in value)
 
 
-def _prompt(value: Any) -> list[str] | list[list[int]]:
+def prompt_forms(value: Any) -> list[str] | list[list[int]]:
     """OpenAI's four forms of a prompt as two: texts, or lists of token ids."""
     prompts = [value] if isinstance(value, str) or (value and _is_token_ids(value)) else value
     if isinstance(prompts, list) and prompts:
@@ -187,7 +187,7 @@ _TEXT = {"type": "string", "minLength": 1}
 _TOKEN_IDS = {"type": "array", "items": TOKEN_ID}
 _SOME_TOKEN_IDS = _TOKEN_IDS | {"minItems": 1}
 _STOP_SCHEMA = _nullable({"anyOf": [_TEXT, {"type": "array", "items": _TEXT}]})
-_PROMPT_SCHEMA = {
+PROMPT_SCHEMA = {
     "anyOf": [
         _TEXT,
         {"type": "array", "items": _TEXT, "minItems": 1},
@@ -227,7 +227,7 @@ MaxTokens = Annotated[int, Field(ge=0, le=MAX_INT32)]
 
 
 class StreamOptions(BaseModel):
-    model_config = _strict()
+    model_config = strict()
     include_usage: bool | None = None
     include_obfuscation: Annotated[
         Any, PlainValidator(_off), WithJsonSchema({"enum": [None, False]})
@@ -237,7 +237,7 @@ class StreamOptions(BaseModel):
 class GenerationFields(BaseModel):
     """What both endpoints take. The names are those of `SamplingParams` where it has them."""
 
-    model_config = _strict()
+    model_config = strict()
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -289,8 +289,8 @@ SAMPLING_FIELDS = (
 
 
 class CompletionRequest(GenerationFields):
-    model_config = _strict(UNSUPPORTED_COMPLETION)
-    prompt: Annotated[Any, PlainValidator(_prompt), WithJsonSchema(_PROMPT_SCHEMA)]
+    model_config = strict(UNSUPPORTED_COMPLETION)
+    prompt: Annotated[Any, PlainValidator(prompt_forms), WithJsonSchema(PROMPT_SCHEMA)]
     max_tokens: MaxTokens | None = None  # 16
     echo: bool | None = None
     logprobs: Logprobs | None = None
@@ -300,14 +300,14 @@ class CompletionRequest(GenerationFields):
 class Message(BaseModel):
     """`name` goes to the chat template, which may or may not write it."""
 
-    model_config = _strict(_UNSUPPORTED_MESSAGE)
+    model_config = strict(_UNSUPPORTED_MESSAGE)
     role: Annotated[Any, PlainValidator(_role), WithJsonSchema(_ROLE_SCHEMA)]
     content: Annotated[Any, PlainValidator(_content), WithJsonSchema(_CONTENT_SCHEMA)]
     name: str | None = None
 
 
 class ChatRequest(GenerationFields):
-    model_config = _strict(UNSUPPORTED_CHAT)
+    model_config = strict(UNSUPPORTED_CHAT)
     messages: Annotated[list[Message], Field(min_length=1)]
     max_tokens: MaxTokens | None = None  # up to the context
     max_completion_tokens: MaxTokens | None = None  # the same, by its newer name
@@ -318,7 +318,7 @@ class ChatRequest(GenerationFields):
 class TokenizeRequest(BaseModel):
     """Either `prompt`, or `messages`, whose template writes its own special tokens."""
 
-    model_config = _strict() | ConfigDict(json_schema_extra=_add_either)
+    model_config = strict() | ConfigDict(json_schema_extra=_add_either)
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
@@ -326,7 +326,7 @@ class TokenizeRequest(BaseModel):
 
 
 class DetokenizeRequest(BaseModel):
-    model_config = _strict()
+    model_config = strict()
     model: str | None = None
     tokens: Annotated[Any, PlainValidator(_given_token_ids), WithJsonSchema(_TOKEN_IDS)]
 

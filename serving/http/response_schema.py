@@ -98,6 +98,24 @@ class ChatCompletion(Answered):
     usage: Usage
 
 
+class Embedding(Answered):
+    object: Literal["embedding"]
+    index: Count
+    embedding: list[float] | str  # base64 of little-endian float32
+
+
+class EmbeddingUsage(Answered):
+    prompt_tokens: Count
+    total_tokens: Count
+
+
+class EmbeddingList(Answered):
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
 class Model(Answered):
     id: str
     object: Literal["model"]
@@ -108,6 +126,7 @@ class Model(Answered):
     num_parameters: Count
     dtype: str
     has_chat_template: bool
+    embedding_dim: Count  # numbers of an encoder's vector; 0: the model generates
 
 
 class ModelList(Answered):

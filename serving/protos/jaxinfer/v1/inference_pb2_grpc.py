@@ -54,6 +54,11 @@ class InferenceStub:
                 request_serializer=jaxinfer_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
                 response_deserializer=jaxinfer_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/jaxinfer.v1.Inference/Embed',
+                request_serializer=jaxinfer_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=jaxinfer_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
+                _registered_method=True)
         self.GetModel = channel.unary_unary(
                 '/jaxinfer.v1.Inference/GetModel',
                 request_serializer=jaxinfer_dot_v1_dot_inference__pb2.GetModelRequest.SerializeToString,
@@ -97,6 +102,13 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Embed(self, request, context):
+        """A vector for each text, by an encoder.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetModel(self, request, context):
         """What is served here.
         """
@@ -133,6 +145,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Detokenize,
                     request_deserializer=jaxinfer_dot_v1_dot_inference__pb2.DetokenizeRequest.FromString,
                     response_serializer=jaxinfer_dot_v1_dot_inference__pb2.DetokenizeResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=jaxinfer_dot_v1_dot_inference__pb2.EmbedRequest.FromString,
+                    response_serializer=jaxinfer_dot_v1_dot_inference__pb2.EmbedResponse.SerializeToString,
             ),
             'GetModel': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModel,
@@ -253,6 +270,33 @@ class Inference:
             '/jaxinfer.v1.Inference/Detokenize',
             jaxinfer_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
             jaxinfer_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxinfer.v1.Inference/Embed',
+            jaxinfer_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+            jaxinfer_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,

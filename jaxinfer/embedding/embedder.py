@@ -1,0 +1,317 @@
+"""The embedder: what an `Engine` is for models that generate, for those that make vectors of texts.
+
+    batch   = waiting.take()            the oldest text, and others that fit beside it
+    output  = embed(weights, batch)     one jitted program: encoder and pooling; returns at once
+    updates = the previous batch's vectors, read while this one runs
+
+A text's vector does not depend on which others share its batch, but for the last bits: XLA adds up
+batches of different shapes in different orders. The methods are those that the serving loop calls
+of an engine; no more thread-safe than that one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+
+from jaxinfer.admission import InvalidRequestError
+from jaxinfer.config import EngineConfig
+from jaxinfer.embedding.pooling import pool
+from jaxinfer.embedding.text_batches import Batch, Bucket, WaitingTexts, buckets_for, check_config
+from jaxinfer.engine import Update
+from jaxinfer.loading.sentence import SentenceOptions
+from jaxinfer.models.functional import FunctionalModel, Weights
+from jaxinfer.numerics import check_numerics, check_weights
+from jaxinfer.options import ConfigError
+from jaxinfer.request import FinishReason, Request
+from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.stats import EngineStats, StepStats
+from jaxinfer.step import compiler_options
+from jaxinfer.tokenizer import Tokenizer
+
+NUM_COMPILE_THREADS = 2
+NOTHING_SAMPLED = SamplingParams(max_tokens=0)
+
+
+# Static: the model and its pooling. Nothing is donated. One variant a bucket, compiled ahead.
+@partial(jax.jit, static_argnames=("model", "modes"))
+def embed(weights, token_ids, lengths, *, model, modes):
+    return pool(model.merge(weights)(token_ids, lengths), lengths, modes)
+
+
+class _InFlight(NamedTuple):
+    batch: Batch
+    output: jax.Array  # [rows, D]
+
+
+class Embedder:
+    """Texts to vectors with one encoder; see the module's text.
+
+    `tokenizer` None: texts come as token ids alone. Raises `ConfigError` for options that an
+    encoder cannot honour.
+    """
+
+    def __init__(
+        self,
+        model: FunctionalModel,
+        weights: Weights,
+        config: EngineConfig | None = None,
+        options: SentenceOptions | None = None,
+        *,
+        tokenizer: Tokenizer | None = None,
+        name: str = "",
+    ):
+        self.config = config = config or EngineConfig()
+        check_numerics(config, model.numerics)
+        check_weights(config, weights)
+        check_config(config)
+        self.model = model
+        self.options = options or SentenceOptions()
+        self.tokenizer = tokenizer
+        self.name = name
+        self.max_len = self._max_len()
+        self.dim = model.config.model_dim * len(self.options.pooling)
+        self.buckets = buckets_for(config, self.max_len)
+        self.last_step = StepStats()
+        self.num_computed = 0  # tokens run through the model, without padding
+        self.num_steps = 0
+        self.num_late_compiles = 0
+        self.compile_seconds = 0.0
+        self._weights = weights
+        self._programs: dict[Bucket, Any] = {}
+        self._is_warm = False
+        self._requests: dict[str, Request] = {}  # not ended
+        self._waiting = WaitingTexts(self.buckets)
+        self._in_flight: _InFlight | None = None
+        self._num_added = 0
+
+    def _max_len(self) -> int:
+        most, asked = self.model.config.max_len, self.config.max_len
+        if asked is not None and asked > most:
+            raise ConfigError(
+                f"max_len is {asked}; this encoder has {most} positions: lower it or leave it out"
+            )
+        return asked or min(self.options.max_len or most, most)
+
+    @property
+    def num_programs(self) -> int:
+        """That `warm_up` compiles."""
+        return len(self.buckets)
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether a further `step` will bring something."""
+        return bool(self._requests or self._in_flight)
+
+    @property
+    def num_requests(self) -> int:
+        """Texts that have not ended."""
+        return len(self._requests)
+
+    @property
+    def stats(self) -> EngineStats:
+        """A snapshot in an engine's words: there are no pages, and no token is generated."""
+        num_running = 0 if self._in_flight is None else len(self._in_flight.batch.requests)
+        return EngineStats(
+            num_running=num_running,
+            num_waiting=max(0, len(self._requests) - num_running),
+            num_pages=0,
+            num_owned_pages=0,
+            num_cached_pages=0,
+            num_steps=self.num_steps,
+            num_computed=self.num_computed,
+            num_generated=0,
+            num_shared=0,
+            num_preemptions=0,
+            num_compiled=len(self._programs),
+            num_late_compiles=self.num_late_compiles,
+            last_step=self.last_step,
+        )
+
+    def warm_up(self, on_progress: Callable[[str], None] = lambda program: None) -> None:
+        """Compile every program; `on_progress` gets the name of each one done."""
+        started = time.perf_counter()
+        compiled = partial(_compile, options=compiler_options())
+        with ThreadPoolExecutor(NUM_COMPILE_THREADS) as threads:
+            try:
+                # Tracing holds Python's lock, compiling does not: one thread traces, two compile.
+                futures = {threads.submit(compiled, self._lower(b)): b for b in self.buckets[::-1]}
+                for future in as_completed(futures):
+                    bucket = futures[future]
+                    self._programs[bucket] = future.result()
+                    on_progress(f"embed[{bucket.rows} x {bucket.length}]")
+            except BaseException:
+                threads.shutdown(wait=False, cancel_futures=True)
+                raise
+        embed.clear_cache()  # type: ignore[attr-defined]  # compiled programs live with us
+        self.compile_seconds += time.perf_counter() - started
+        self._is_warm = True
+
+    def check(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams = NOTHING_SAMPLED,
+        *,
+        priority: int = 0,
+    ) -> None:
+        """Raise the `InvalidRequestError` that `add` would; any thread may call this."""
+        num_tokens, vocab_size = len(prompt_token_ids), self.model.config.vocab_size
+        if priority:
+            text = f"priority is {priority}, and an encoder serves first come, first served"
+            raise InvalidRequestError(text, "priority")
+        if not num_tokens:
+            raise InvalidRequestError("the text is empty; it needs at least one token", "prompt")
+        if num_tokens > self.max_len:
+            raise InvalidRequestError(
+                f"the text has {num_tokens} tokens; this model takes {self.max_len}: shorten it, "
+                "or set truncate to have it cut",
+                "prompt",
+            )
+        for position, token_id in enumerate(prompt_token_ids):
+            is_int = isinstance(token_id, int | np.integer) and not isinstance(token_id, bool)
+            if not is_int or not 0 <= token_id < vocab_size:
+                raise InvalidRequestError(
+                    f"token {token_id!r} at position {position} is outside the vocabulary "
+                    f"[0, {vocab_size})",
+                    "prompt",
+                )
+
+    def add(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams = NOTHING_SAMPLED,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> list[Request]:
+        """Queue a text: one request. Nothing is sampled or cached, so `params` and `cache_salt`
+        mean nothing here. Raises `InvalidRequestError`, and then nothing has changed."""
+        self.check(prompt_token_ids, params, priority=priority)
+        request = Request(
+            f"text-{self._num_added}",
+            prompt_token_ids,
+            params,
+            max_len=len(prompt_token_ids),
+            seed=0,
+            arrival=self._num_added,
+        )
+        self._num_added += 1
+        self._requests[request.id] = request
+        self._waiting.add(request)
+        return [request]
+
+    def abort(self, request_id: str) -> bool:
+        """End a request now; no update tells of it. False if it is unknown or has ended."""
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return False
+        request.finish_reason = FinishReason.ABORT
+        return True
+
+    def step(self) -> list[Update]:
+        """Start one batch, read one; an update, with its `embedding`, for each text of the latter.
+
+        An exception on the way leaves what was running to be computed again.
+        """
+        start, wait_s = time.perf_counter(), 0.0
+        batch, started, done = self._waiting.take(), None, self._in_flight
+        vectors = np.empty((0, self.dim), np.float32)
+        try:
+            if batch is not None:
+                started = self._dispatch(batch)
+            if not self.config.overlap:
+                done, started = started, None
+            if done is not None:
+                before = time.perf_counter()
+                vectors = np.asarray(done.output)
+                wait_s = time.perf_counter() - before
+        except BaseException:
+            running = [] if self._in_flight is None else self._in_flight.batch.requests
+            self._waiting.put_back([*running, *(() if batch is None else batch.requests)])
+            self._in_flight = None
+            raise
+        self._in_flight = started
+        updates = [] if done is None else list(self._end(done.batch, vectors))
+        num_rows, num_tokens = (0, 0) if batch is None else (len(batch.requests), batch.num_tokens)
+        self.num_steps += 1
+        self.num_computed += num_tokens
+        self.last_step = StepStats(num_rows, num_tokens, time.perf_counter() - start, wait_s)
+        return updates
+
+    def embed(
+        self,
+        texts: Sequence[Sequence[int]],
+        *,
+        on_progress: Callable[[int], Any] = lambda num_texts: None,
+    ) -> np.ndarray:
+        """The vectors of texts given as token ids, float32 [texts, dim], in order, as pooled.
+
+        All texts or none: `InvalidRequestError` names the place of the first one at fault.
+        """
+        requests: dict[str, int] = {}
+        vectors = np.empty((len(texts), self.dim), np.float32)
+        try:
+            for index, token_ids in enumerate(texts):
+                try:
+                    [request] = self.add(token_ids)
+                except InvalidRequestError as error:
+                    raise InvalidRequestError(f"text {index}: {error}", error.field) from error
+                requests[request.id] = index
+            num_left = len(requests)
+            while num_left:
+                assert self.has_requests, "another thread steps this embedder"
+                for update in self.step():
+                    if update.request.id in requests:
+                        vectors[requests[update.request.id]] = update.embedding
+                        num_left -= 1
+                        on_progress(1)
+        finally:
+            for request_id in requests:
+                self.abort(request_id)
+        return vectors
+
+    def _dispatch(self, batch: Batch) -> _InFlight:
+        program = self._program(batch.bucket)
+        token_ids = np.zeros(batch.bucket, np.int32)
+        lengths = np.zeros(batch.bucket.rows, np.int32)
+        for row, request in enumerate(batch.requests):
+            lengths[row] = request.prompt_len
+            token_ids[row, : request.prompt_len] = request.prompt_token_ids
+            request.started_at = request.started_at or time.monotonic()
+        return _InFlight(batch, program(self._weights, token_ids, lengths))
+
+    def _end(self, batch: Batch, vectors: np.ndarray) -> Iterator[Update]:
+        for request, vector in zip(batch.requests, vectors, strict=False):  # padding comes last
+            if self._requests.pop(request.id, None) is not None:
+                request.finish_reason = FinishReason.STOP
+                yield Update(request, [], "", FinishReason.STOP, vector)
+
+    def _program(self, bucket: Bucket) -> Any:
+        """The compiled program; compiled now, with a warning, if warm-up missed it."""
+        if bucket not in self._programs:
+            if self._is_warm:
+                self.num_late_compiles += 1
+                logging.warning("%s is compiled after warm-up: requests wait for it", bucket)
+            started = time.perf_counter()
+            self._programs[bucket] = _compile(self._lower(bucket), compiler_options())
+            embed.clear_cache()  # type: ignore[attr-defined]
+            self.compile_seconds += time.perf_counter() - started
+        return self._programs[bucket]
+
+    def _lower(self, bucket: Bucket) -> Any:
+        token_ids = jax.ShapeDtypeStruct(tuple(bucket), jnp.int32)
+        lengths = jax.ShapeDtypeStruct((bucket.rows,), jnp.int32)
+        modes = self.options.pooling
+        return embed.lower(self._weights, token_ids, lengths, model=self.model, modes=modes)
+
+
+def _compile(lowered: Any, options: dict[str, Any]) -> Any:
+    return lowered.compile(compiler_options=options)

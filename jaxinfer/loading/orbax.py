@@ -1,0 +1,371 @@
+"""Converted checkpoints: parameters as the models hold them, for a fast restart. Orbax keeps them.
+
+    jaxinfer.json   the manifest: format version, family, number type, every parameter's shape, and
+                    of the tensors it came from the names, shapes and types
+    arrays/         the parameters, an Orbax checkpoint (OCDBT, Zarr 3, not compressed: the numbers
+                    of a model hardly shrink, and restoring them took twice as long)
+    header.gguf     of a GGUF file the key-values, with its tokenizer; or, of a Hugging Face
+    config.json ... directory all its files but the weights
+
+The model is built as it would be from the file it came from: the same functions read the same
+metadata. A quantized parameter is a tree of arrays, whose other fields the manifest keeps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from jaxinfer.kernels.quantized_matmul import dequantize
+from jaxinfer.loading.checkpoint import (
+    ARRAYS_FOLDER,
+    MANIFEST_FILE,
+    Checkpoint,
+    CheckpointError,
+    StoredTensor,
+    read_json_object,
+)
+from jaxinfer.loading.gguf import open_gguf
+from jaxinfer.loading.gguf_header import copy_key_values
+from jaxinfer.loading.huggingface import INDEX_SUFFIX, open_huggingface
+from jaxinfer.loading.placement import tree_shardings
+from jaxinfer.models.functional import FunctionalModel, ParameterSpec, Weights
+from jaxinfer.nn.quantized import Quantized, QuantPair, QuantWeight
+
+FORMAT_VERSION = 1
+HEADER_FILE = "header.gguf"
+# A device reads whole chunks. Small ones are cut to fit any sharding; a matrix of a 1B model has 8.
+CHUNK_BYTES = 4 * 2**20
+# Read at once, a step of the progress bar; the host holds two or three times that in the meantime.
+GROUP_BYTES = 64 * 2**20
+# A tensor that no parameter holds but the configuration is read from, as RoPE's factors, is short.
+MAX_VALUE_ELEMENTS = 65_536
+DESCRIPTION_SUFFIXES = (".json", ".jinja", ".model", ".txt")
+QUANTIZED_CLASSES = {cls.__name__: cls for cls in get_args(Quantized)}
+CONVERT_AGAIN = "convert the model again with scripts/convert.py --overwrite"
+
+
+def write_converted(
+    checkpoint: Checkpoint,
+    model: FunctionalModel,
+    weights: Weights,
+    output: Path,
+    *,
+    quantization: str | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Write a converted checkpoint into the folder `output`, which appears whole or not at all.
+
+    `CheckpointError` if it is there already and not `overwrite`, or cannot be written.
+    """
+    if output.exists() and not overwrite:
+        raise CheckpointError(f"{output}: exists; choose another folder, or pass --overwrite")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        # A sibling, since a rename is atomic only within one file system.
+        prefix = f".{output.name}.partial-"
+        with tempfile.TemporaryDirectory(prefix=prefix, dir=output.parent) as temporary:
+            folder = Path(temporary) / "new"
+            folder.mkdir()
+            _write_description(checkpoint, folder)
+            _write_arrays(folder / ARRAYS_FOLDER, model, weights)
+            manifest = _manifest(checkpoint, model, weights, quantization)
+            (folder / MANIFEST_FILE).write_text(json.dumps(manifest, indent=1) + "\n", "utf-8")
+            if output.exists():
+                os.replace(output, Path(temporary) / "old")
+            os.replace(folder, output)
+    except OSError as error:
+        raise CheckpointError(f"{output}: cannot be written ({error})") from error
+
+
+def open_converted(directory: Path) -> Checkpoint:
+    """Open what `write_converted` wrote. `CheckpointError` for another version or a damaged one."""
+    if not (directory / MANIFEST_FILE).exists():
+        raise CheckpointError(
+            f"{directory}: holds converted arrays without their {MANIFEST_FILE}; {CONVERT_AGAIN}"
+        )
+    manifest = read_json_object(directory / MANIFEST_FILE)
+    version = manifest.get("format_version")
+    if version != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{directory}: is of format version {version!r}; this build reads {FORMAT_VERSION}: "
+            f"{CONVERT_AGAIN}"
+        )
+    if not (directory / ARRAYS_FOLDER).is_dir():
+        raise CheckpointError(f"{directory}: holds no {ARRAYS_FOLDER} folder; {CONVERT_AGAIN}")
+    is_gguf = manifest.get("source_format") == "gguf"
+    described = (
+        open_gguf(directory / HEADER_FILE)
+        if is_gguf
+        else open_huggingface(directory, needs_weights=False)
+    )
+    try:
+        values = manifest["values"]
+        tensors = {
+            name: _without_data(directory, name, tuple(shape), dtype, values.get(name))
+            for name, (dtype, shape) in manifest["tensors"].items()
+        }
+        quantization = manifest["quantization"]
+        restore = partial(_restore, directory, dict(manifest["parameters"]), quantization)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"{directory / MANIFEST_FILE}: is damaged ({error!r}); {CONVERT_AGAIN}"
+        ) from error
+    return dataclasses.replace(
+        described,
+        path=directory,
+        name=manifest.get("name") or directory.name,
+        tensors=tensors,
+        restore=restore,
+    )
+
+
+def _write_description(checkpoint: Checkpoint, folder: Path) -> None:
+    """Everything of the source that describes the model: small files, or the GGUF key-values."""
+    source = checkpoint.path
+    if checkpoint.format == "gguf":
+        header = source if checkpoint.restore is None else source / HEADER_FILE
+        copy_key_values(header, folder / HEADER_FILE)
+        return
+    for path in sorted(source.rglob("*")):
+        name = path.relative_to(source)
+        is_hidden = any(part.startswith(".") for part in name.parts)
+        is_ours = name.parts[0] in (ARRAYS_FOLDER, MANIFEST_FILE)
+        if is_hidden or is_ours or name.name.endswith(INDEX_SUFFIX):
+            continue
+        if path.is_file() and path.suffix in DESCRIPTION_SUFFIXES:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, folder / name)
+
+
+def _manifest(
+    checkpoint: Checkpoint, model: FunctionalModel, weights: Weights, quantization: str | None
+) -> dict[str, Any]:
+    return {
+        "format_version": FORMAT_VERSION,
+        "name": checkpoint.name,
+        "source_format": checkpoint.format,
+        "family": model.family.name,
+        "dtype": model.numerics.dtype.name,
+        "quantization": quantization,
+        "num_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(weights)),
+        "parameters": {
+            spec.path: _encoded(weight)
+            for spec, weight in zip(model.parameters, weights, strict=True)
+        },
+        "tensors": {name: [t.dtype, list(t.shape)] for name, t in checkpoint.tensors.items()},
+        "values": _short_values(checkpoint, model),
+    }
+
+
+def _short_values(checkpoint: Checkpoint, model: FunctionalModel) -> dict[str, list[float]]:
+    """Those of the short tensors that belong to no parameter: configurations are read from them."""
+    family = model.family
+    table_of: Any = family.gguf_weights if checkpoint.format == "gguf" else family.hf_weights
+    table = table_of(model.config)
+    return {
+        name: tensor.read().astype(np.float64).tolist()
+        for name, tensor in checkpoint.tensors.items()
+        if table.is_ignored(table.known_name(name))
+        and len(tensor.shape) == 1
+        and tensor.shape[0] <= MAX_VALUE_ELEMENTS
+    }
+
+
+def _without_data(
+    directory: Path, name: str, shape: tuple[int, ...], dtype: str, values: Any
+) -> StoredTensor:
+    """What is left of a tensor that was converted."""
+
+    def read(dequantized: np.dtype[Any]) -> np.ndarray:
+        if values is None:
+            raise CheckpointError(
+                f"{directory}: holds parameters, not the tensor {name!r} they were made from; use "
+                "the original checkpoint for that"
+            )
+        return np.asarray(values, dequantized).reshape(shape)
+
+    return StoredTensor(name, shape, dtype, 0, read)
+
+
+# A parameter in the manifest: an array, or a tree of arrays with its class and other fields.
+
+
+def _encoded(value: Any) -> Any:
+    if type(value).__name__ in QUANTIZED_CLASSES:
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        return {
+            "class": type(value).__name__,
+            "fields": {name: _encoded(field) for name, field in fields.items()},
+        }
+    if isinstance(value, jax.Array):
+        return {"shape": list(value.shape), "dtype": value.dtype.name}
+    return value
+
+
+def _decoded(entry: Any) -> Any:
+    """The parameter with a `ShapeDtypeStruct` for each array."""
+    if not isinstance(entry, Mapping):
+        return entry
+    if "class" in entry:
+        fields = {name: _decoded(field) for name, field in entry["fields"].items()}
+        return QUANTIZED_CLASSES[entry["class"]](**fields)
+    return jax.ShapeDtypeStruct(tuple(entry["shape"]), jnp.dtype(entry["dtype"]))
+
+
+def _named_leaves(path: str, parameter: Any) -> Iterator[tuple[str, Any]]:
+    """Each array of a parameter by the name it is stored under."""
+    for keys, leaf in jax.tree_util.tree_flatten_with_path(parameter)[0]:
+        yield path + "".join(f".{key.name}" for key in keys), leaf
+
+
+def _handler() -> ocp.PyTreeCheckpointHandler:
+    return ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True, use_compression=False)
+
+
+def _write_arrays(folder: Path, model: FunctionalModel, weights: Weights) -> None:
+    arrays: dict[str, jax.Array] = {}
+    for spec, weight in zip(model.parameters, weights, strict=True):
+        arrays.update(_named_leaves(spec.path, weight))
+    cut = {name: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES) for name in arrays}
+    with ocp.Checkpointer(_handler()) as checkpointer:
+        checkpointer.save(folder.absolute(), args=ocp.args.PyTreeSave(arrays, save_args=cut))
+
+
+def _restore(
+    directory: Path,
+    parameters: Mapping[str, Any],
+    quantization: str | None,
+    model: FunctionalModel,
+    *,
+    keep_packed: bool,
+    quantize: str | None,
+    shardings: Mapping[str, Sharding] | None,
+    on_progress: Callable[[int], Any],
+) -> Weights:
+    """`load_weights` of a converted checkpoint; each device reads the chunks of its own slices."""
+    if quantize not in (None, quantization):
+        raise CheckpointError(
+            f"{directory}: was converted with quantize={quantization}; quantize={quantize} needs "
+            f"another conversion: scripts/convert.py --quantize={quantize}"
+        )
+    here = SingleDeviceSharding(jax.devices()[0])
+    weights: list[Any] = []
+    with ocp.Checkpointer(_handler()) as checkpointer:
+        for group in _groups(_checked(directory, parameters, model)):
+            places = [(shardings or {}).get(spec.path, here) for spec, _ in group]
+            trees = {spec.path: entry for spec, entry in group}
+            where = {
+                spec.path: tree_shardings(entry, spec, place)
+                for (spec, entry), place in zip(group, places, strict=True)
+            }
+            try:
+                trees = _read(checkpointer, directory / ARRAYS_FOLDER, trees, where)
+            # Orbax and TensorStore raise errors of many classes for what is missing or damaged.
+            except Exception as error:
+                raise CheckpointError(
+                    f"{directory / ARRAYS_FOLDER}: cannot be restored ({error}); {CONVERT_AGAIN}"
+                ) from error
+            for (spec, _), place in zip(group, places, strict=True):
+                weight = trees[spec.path]
+                is_quantized = isinstance(weight, Quantized)
+                if is_quantized and not keep_packed and quantize is None:
+                    weight = jax.device_put(dense(weight, spec), place)
+                weights.append(weight)
+            on_progress(sum(spec.nbytes for spec, _ in group))
+    return tuple(weights)
+
+
+def dense(weight: Quantized, spec: ParameterSpec) -> jax.Array:
+    """The array that a quantized parameter stands for."""
+    if isinstance(weight, QuantPair):
+        return jnp.stack([dense(half, spec) for half in (weight.gate, weight.up)])
+    order = None
+    if isinstance(weight, QuantWeight):
+        order, weight = weight.order, weight.weight
+    matrix = dequantize(weight, spec.dtype)
+    if order is not None:  # row d multiplies x's number order[d]
+        matrix = jnp.take_along_axis(matrix, jnp.argsort(order, axis=-1)[..., None], axis=-2)
+    return matrix.T if spec.packs == "table" else matrix
+
+
+def _read(
+    checkpointer: ocp.Checkpointer,
+    folder: Path,
+    trees: Mapping[str, Any],
+    where: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The parameters by path, from what each of their arrays is and where it shall lie."""
+    targets = dict(leaf for path, tree in trees.items() for leaf in _named_leaves(path, tree))
+    places = dict(leaf for path, tree in where.items() for leaf in _named_leaves(path, tree))
+    how = {
+        name: ocp.ArrayRestoreArgs(sharding=places[name], global_shape=leaf.shape, dtype=leaf.dtype)
+        for name, leaf in targets.items()
+    }
+    # Partial: the others are left where they are.
+    args = ocp.args.PyTreeRestore(item=targets, restore_args=how, partial_restore=True)
+    arrays = checkpointer.restore(folder.absolute(), args=args)
+    return {
+        path: jax.tree.unflatten(
+            jax.tree.structure(tree), [arrays[name] for name, _ in _named_leaves(path, tree)]
+        )
+        for path, tree in trees.items()
+    }
+
+
+def _checked(
+    directory: Path, parameters: Mapping[str, Any], model: FunctionalModel
+) -> list[tuple[ParameterSpec, Any]]:
+    """The parameters of the manifest in the model's order, plain ones in the model's type."""
+    problems = [
+        f"{path} belongs to no parameter of {model.family.name}"
+        for path in parameters.keys() - {spec.path for spec in model.parameters}
+    ]
+    entries = []
+    for spec in model.parameters:
+        try:
+            entry = _decoded(parameters[spec.path])
+            problems += _misfits(spec, entry)
+            is_plain = isinstance(entry, jax.ShapeDtypeStruct)
+            entries.append((spec, entry.update(dtype=spec.dtype) if is_plain else entry))
+        except (KeyError, TypeError, ValueError) as error:
+            problems.append(f"{spec.path} is missing or damaged ({error!r})")
+    if problems:
+        problems.append(f"it was converted by another version, or is damaged: {CONVERT_AGAIN}")
+        raise CheckpointError.listing(directory / MANIFEST_FILE, problems)
+    return entries
+
+
+def _misfits(spec: ParameterSpec, entry: Any) -> list[str]:
+    if isinstance(entry, jax.ShapeDtypeStruct) and entry.shape != spec.shape:
+        return [f"{spec.path} has shape {list(entry.shape)}; expected {list(spec.shape)}"]
+    return []
+
+
+def _groups(
+    entries: Sequence[tuple[ParameterSpec, Any]],
+) -> Iterator[list[tuple[ParameterSpec, Any]]]:
+    """Stretches of at least `GROUP_BYTES`, but for the last."""
+    group: list[tuple[ParameterSpec, Any]] = []
+    num_bytes = 0
+    for spec, entry in entries:
+        group.append((spec, entry))
+        num_bytes += sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(entry))
+        if num_bytes >= GROUP_BYTES:
+            yield group
+            group, num_bytes = [], 0
+    if group:
+        yield group

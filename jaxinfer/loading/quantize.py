@@ -1,0 +1,111 @@
+"""Quantizing a model's weights here, for checkpoints that are not."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxinfer.kernels.quantized_matmul.quant_array import QuantArray, quantize
+from jaxinfer.models.functional import FunctionalModel, ParameterSpec, Weights
+from jaxinfer.nn.quantized import Quantized, QuantPair, QuantWeight
+from jaxinfer.options import ConfigError
+
+CHUNK_WEIGHTS = 2**20  # quantized at once: the temporaries are float32, a few for each weight
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """How a product's weight is quantized, and x with it where `activation_dtype` is set."""
+
+    bits: int
+    most_group: int | None = None  # rows that share a scale, where D allows; None: all of D
+    has_zeros: bool = False
+    is_float: bool = False
+    scale_dtype: Any = np.float32
+    activation_dtype: str | None = None
+
+
+# Groups of 128 are what int4 checkpoints have; with their float16 scale and zero point they take
+# 4.25 bits a weight.
+RECIPES: Mapping[str, Recipe] = {
+    "int8": Recipe(8),
+    "int4": Recipe(4, most_group=128, has_zeros=True, scale_dtype=np.float16),
+    "float8": Recipe(8, is_float=True),
+    "int8_w8a8": Recipe(8, activation_dtype="int8"),
+    "float8_w8a8": Recipe(8, is_float=True, activation_dtype="float8_e4m3fn"),
+}
+
+
+def quantize_weights(
+    model: FunctionalModel, weights: Weights, kind: str, *, with_embedding: bool = False
+) -> Weights:
+    """The weights with every product's among them quantized by `RECIPES[kind]`.
+
+    Those are the matrices of linear layers, of gate and up, and of experts; norms, biases and what
+    is quantized already stay as they are, and so does the embedding, which a tied head shares,
+    unless `with_embedding`. Works on the host, one parameter at a time; results are on the default
+    device. Raises `ConfigError` for an unknown `kind`.
+    """
+    recipe = recipe_of(kind)
+    results = []
+    for spec, weight in zip(model.parameters, weights, strict=True):
+        is_dense = not isinstance(weight, Quantized)
+        if is_dense and can_quantize(spec, recipe, with_embedding=with_embedding):
+            weight = jax.device_put(quantize_parameter(spec, np.asarray(weight), recipe))
+        results.append(weight)
+    return tuple(results)
+
+
+def recipe_of(kind: str) -> Recipe:
+    if kind not in RECIPES:
+        raise ConfigError(f"quantize is {kind!r}; it must be one of {', '.join(RECIPES)}")
+    return RECIPES[kind]
+
+
+def can_quantize(spec: ParameterSpec, recipe: Recipe, *, with_embedding: bool = False) -> bool:
+    """Whether a product takes the parameter quantized so."""
+    if spec.packs == "table":
+        return with_embedding
+    return spec.packs == "matrix" and (recipe.bits == 8 or spec.shape[-2] % 2 == 0)
+
+
+def quantize_parameter(spec: ParameterSpec, array: np.ndarray, recipe: Recipe) -> Quantized:
+    """A parameter of `spec.shape`, in NumPy arrays, a chunk of columns at a time."""
+    matrix = array.T if spec.packs == "table" else array
+    *lead, D, F = matrix.shape
+    group = D if recipe.most_group is None else _group_size(D, recipe.most_group)
+
+    def of_columns(start: int, end: int) -> QuantArray:
+        return quantize(
+            np.asarray(matrix[..., start:end]),
+            recipe.bits,
+            group,
+            recipe.has_zeros,
+            is_float=recipe.is_float,
+            scale_dtype=recipe.scale_dtype,
+        )
+
+    step = max(1, CHUNK_WEIGHTS // (D * int(np.prod(lead))))
+    first = of_columns(0, min(step, F))
+    whole = jax.tree.map(lambda a: np.empty((*a.shape[:-1], F), a.dtype), first)
+    for start in range(0, F, step):
+        part = first if start == 0 else of_columns(start, min(start + step, F))
+        for target, source in zip(jax.tree.leaves(whole), jax.tree.leaves(part), strict=True):
+            target[..., start : start + step] = source
+    # A product of experts takes x as it is, and so does the lookup in a table.
+    if recipe.activation_dtype is None or spec.packs == "table":
+        return whole
+    quantizes = lambda weight: QuantWeight(weight, activation_dtype=recipe.activation_dtype)
+    if spec.axes[0] == "half":
+        return QuantPair(quantizes(whole[0]), quantizes(whole[1]))
+    return quantizes(whole) if matrix.ndim == 2 else whole
+
+
+def _group_size(D: int, most: int) -> int:
+    """The largest power of two up to `most` that divides D, D itself where that is below 16."""
+    group = min(most, D & -D)
+    return group if group >= 16 else D

@@ -1,0 +1,117 @@
+"""The block-quantized types of GGUF that stay packed: Q8_0, Q4_0, Q4_1, Q4_K, Q6_K and MXFP4.
+
+A row of a tensor is a sequence of blocks, each with its scales. What each type becomes:
+
+    type   weights a block, groups      values    here, bytes a weight   in the file
+    Q8_0   32, one of 32                int8      1.06                   1.06
+    Q4_0   32, one of 32                4 bits    0.56                   0.56
+    Q4_1   32, one of 32, minimum       4 bits    0.63                   0.63
+    Q4_K   256, 8 of 32, minimum        4 bits    0.63                   0.56
+    Q6_K   256, 16 of 16                int8      1.13                   0.82
+    MXFP4  32, one of 32                int8      1.06                   0.53
+
+Q8_0, Q4_0 and MXFP4 are exact. Scales are float16 (MXFP4's bfloat16), and products of two numbers
+in the K types, which are rounded to that: by 2 ** -11, relative. A minimum becomes a zero point
+(`rows.from_minimum`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+from jaxtyping import UInt8
+
+from jaxinfer.loading.mxfp4 import DOUBLED, half_scales
+from jaxinfer.loading.quantized.rows import QuantRows, from_minimum
+
+Raw = UInt8[np.ndarray, "rows blocks size"]
+
+
+def read_blocks(raw: np.ndarray, shape: tuple[int, ...], kind: str) -> QuantRows:
+    """The tensor of `shape` [*E, out, in] whose bytes are `raw`; `kind` is a key of `READERS`."""
+    *lead, num_columns = shape
+    block, size = BLOCKS[kind]
+    rows = READERS[kind](raw.reshape(-1, num_columns // block, size))
+    whole = lambda a: a if a is None else a.reshape(*lead, -1)
+    return QuantRows(
+        rows.values.reshape(shape), rows.scales.reshape(*lead, -1), whole(rows.zeros), rows.bits
+    )
+
+
+def _half(raw: Raw, at: int) -> np.ndarray:
+    """The float16 at byte `at` of each block, as it is stored."""
+    return raw[..., at : at + 2].copy().view(np.float16)[..., 0]
+
+
+def _nibbles(packed: np.ndarray, dtype=np.uint8) -> np.ndarray:
+    """[..., n] bytes to [..., 2 n] values: all low halves, then all high ones."""
+    both = np.empty((*packed.shape[:-1], 2, packed.shape[-1]), dtype)
+    np.bitwise_and(packed, 15, out=both[..., 0, :])
+    np.right_shift(packed, 4, out=both[..., 1, :])
+    return both.reshape(*packed.shape[:-1], -1)
+
+
+def _q8_0(raw: Raw) -> QuantRows:
+    """float16 scale, 32 int8."""
+    return QuantRows(raw[..., 2:].view(np.int8), _half(raw, 0), None, 8)
+
+
+def _q4_0(raw: Raw) -> QuantRows:
+    """float16 scale, 32 values of 4 bits around 8."""
+    return QuantRows(_nibbles(raw[..., 2:]), _half(raw, 0), None, 4)
+
+
+def _q4_1(raw: Raw) -> QuantRows:
+    """float16 scale, float16 minimum, 32 values of 4 bits."""
+    scale, minimum = (_half(raw, at).astype(np.float32) for at in (0, 2))
+    return from_minimum(_nibbles(raw[..., 4:]), scale, minimum, 4)
+
+
+def _q4_k(raw: Raw) -> QuantRows:
+    """float16 scale of the scales, float16 scale of the minima, 8 scales and 8 minima of 6 bits in
+    12 bytes, then 4 times 64 values of 4 bits, 32 to the low halves and 32 to the high ones."""
+    scale, minimum = (_half(raw, at).astype(np.float32)[..., None] for at in (0, 2))
+    first, second, third = (raw[..., at : at + 4] for at in (4, 8, 12))
+    scales = np.concatenate([first & 63, third & 15 | first >> 6 << 4], axis=-1)
+    minima = np.concatenate([second & 63, third >> 4 | second >> 6 << 4], axis=-1)
+    values = _nibbles(raw[..., 16:].reshape(*raw.shape[:-1], 4, 32))
+    return from_minimum(values.reshape(*raw.shape[:-1], 256), scale * scales, -minimum * minima, 4)
+
+
+def _q6_k(raw: Raw) -> QuantRows:
+    """128 bytes of low 4 bits, 64 of high 2 bits, 16 scales int8, a float16 scale of them; in each
+    half of the block: 32 values four times over, their low bits in two runs of 32 bytes (low
+    halves, then high ones), their high bits in one (from the lowest two up)."""
+    low = _nibbles(raw[..., :128].reshape(*raw.shape[:-1], 2, 64))
+    high = raw[..., 128:192].reshape(*raw.shape[:-1], 2, 1, 32)
+    high = high >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3
+    values = low.reshape(*raw.shape[:-1], 2, 4, 32) | high << 4
+    scales = raw[..., 192:208].view(np.int8) * _half(raw, 208).astype(np.float32)[..., None]
+    values = values.view(np.int8).reshape(*raw.shape[:-1], 256) - np.int8(32)
+    with np.errstate(over="ignore"):  # reported by whoever loads the weights
+        return QuantRows(values, scales.astype(np.float16), None, 8)
+
+
+def _mxfp4(raw: Raw) -> QuantRows:
+    """A power of two (e8m0), 32 numbers of 4 bits (e2m1; `loading/mxfp4.py`)."""
+    return QuantRows(DOUBLED[_nibbles(raw[..., 1:])], half_scales(raw[..., 0]), None, 8)
+
+
+# Weights and bytes a block.
+BLOCKS: Mapping[str, tuple[int, int]] = {
+    "Q8_0": (32, 34),
+    "Q4_0": (32, 18),
+    "Q4_1": (32, 20),
+    "Q4_K": (256, 144),
+    "Q6_K": (256, 210),
+    "MXFP4": (32, 17),
+}
+READERS: Mapping[str, Callable[[Raw], QuantRows]] = {
+    "Q8_0": _q8_0,
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q4_K": _q4_k,
+    "Q6_K": _q6_k,
+    "MXFP4": _mxfp4,
+}

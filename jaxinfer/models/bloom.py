@@ -1,0 +1,100 @@
+"""BLOOM and BLOOMZ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxinfer.models.family import Family, WeightTable
+from jaxinfer.models.gguf_config import GgufKeys
+from jaxinfer.models.gpt import GptConfig, GptDecoder
+from jaxinfer.models.gpt_weights import (
+    BLOCK,
+    GGUF_KEYS,
+    fused_rows,
+    gguf_fields,
+    gguf_weights,
+    in_module,
+    interleaved,
+    rows,
+    whole,
+)
+from jaxinfer.models.hf_config import refuse
+
+TRAINED_LEN = 2048  # where a config.json has no seq_length; ALiBi itself knows no end
+
+
+def hf_weights(config: GptConfig) -> WeightTable:
+    """The fused tensor holds q, k and v of one head after another."""
+    block = r"transformer.h.\1."
+    return WeightTable(
+        fused_rows(f"{block}self_attention.query_key_value", interleaved)
+        + rows(
+            {
+                rf"{BLOCK}attention\.o": f"{block}self_attention.dense",
+                rf"{BLOCK}mlp\.up": f"{block}mlp.dense_h_to_4h",
+                rf"{BLOCK}mlp\.down": f"{block}mlp.dense_4h_to_h",
+                "head": "lm_head",
+            },
+            {
+                r"blocks\.0\.embedding_norm": "transformer.word_embeddings_layernorm",
+                rf"{BLOCK}attention_norm": f"{block}input_layernorm",
+                rf"{BLOCK}mlp_norm": f"{block}post_attention_layernorm",
+                "norm": "transformer.ln_f",
+            },
+            {r"embed\.weight": "transformer.word_embeddings.weight"},
+        ),
+        ignored=(r"lm_head\.weight",),  # tied files sometimes carry it
+        renamed=in_module(
+            "transformer", "h", "word_embeddings", "word_embeddings_layernorm", "ln_f"
+        ),
+    )
+
+
+def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> GptConfig:
+    """From config.json; missing keys take `BloomConfig`'s defaults where it has sensible ones.
+
+    `max_len` is the `seq_length` it was trained with: longer contexts are possible, since scores
+    depend on distance alone.
+    """
+    model_dim = whole(config, "n_embed", "hidden_size")
+    # The slow way leaves two biases out (transformers); no published model asks for it.
+    refuse(config, slow_but_exact=False, n_inner=4 * model_dim)
+    normed = config.get("apply_residual_connection_post_layernorm", False)
+    return GptConfig(
+        vocab_size=whole(config, "vocab_size", default=250880),
+        num_layers=whole(config, "n_layer", "num_hidden_layers"),
+        model_dim=model_dim,
+        num_heads=whole(config, "n_head", "num_attention_heads"),
+        ffn_dim=4 * model_dim,
+        max_len=whole(config, "seq_length", default=TRAINED_LEN),
+        norm_eps=config.get("layer_norm_epsilon", 1e-5),
+        residual="normed" if normed else "sequential",
+        has_alibi=True,
+        has_embedding_norm=True,
+        is_tied=bool(config.get("tie_word_embeddings", True)),
+    )
+
+
+def config_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> GptConfig:
+    """From a GGUF file's key-values, which have no place for `residual`: none is converted with
+    another than the usual one."""
+    keys = GgufKeys(metadata, "bloom")
+    keys.refuse_unread(GGUF_KEYS)
+    return GptConfig(
+        max_len=keys.whole("context_length"),
+        has_alibi=True,
+        has_embedding_norm=True,
+        **gguf_fields(keys, tensors),
+    )
+
+
+BLOOM = Family(
+    name="bloom",
+    models="BLOOM, BLOOMZ",
+    build=GptDecoder,
+    config_from_hf=config_from_hf,
+    hf_weights=hf_weights,
+    config_from_gguf=config_from_gguf,
+    gguf_weights=gguf_weights,
+)

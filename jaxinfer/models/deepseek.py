@@ -1,0 +1,210 @@
+"""DeepSeek-V2 (arXiv:2405.04434) and V3/R1 (arXiv:2412.19437): latent attention, and experts in all
+layers but the first.
+
+The modules that predict further tokens, behind the last layer of V3's files, are not run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from jaxinfer.models import gguf_config, hf_config
+from jaxinfer.models.decoder import Decoder, DecoderConfig, LayerConfig
+from jaxinfer.models.deepseek_weights import gguf_weights, hf_weights
+from jaxinfer.models.family import Family
+from jaxinfer.models.gguf_config import DECODER_KEYS, GgufKeys
+from jaxinfer.models.rope_config import rope_from_gguf, rope_from_hf
+from jaxinfer.nn.experts import ExpertsConfig, RouterConfig
+from jaxinfer.nn.latent_attention import LatentConfig
+from jaxinfer.nn.rope import Rope, Yarn
+
+# The published code gives the latents' norms no epsilon: theirs is this, whatever rms_norm_eps is.
+LATENT_EPS = 1e-6
+
+
+def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
+    """From config.json; missing keys take the defaults of `DeepseekV2Config` or `DeepseekV3Config`.
+
+    RoPE's pairs lie side by side; the weight tables put them into halves, so that `rope_interleave`
+    false (V3's alone) is a matter of the tables.
+    """
+    is_v3 = config["model_type"] == "deepseek_v3"
+    given = {"first_k_dense_replace": 3 if is_v3 else 0, "moe_layer_freq": 1} | dict(config)
+    heads = config.get("num_attention_heads")
+    hf_config.refuse(config, num_key_value_heads=heads, mlp_bias=False, index_topk=None)
+    fields = hf_config.decoder_fields({**config, "num_key_value_heads": 1, "head_dim": 1})
+    latent = _latent_from_hf(
+        config, is_interleaved=not is_v3 or config.get("rope_interleave", True)
+    )
+    rope = rope_from_hf(config, latent.rope_dim, fields["max_len"])
+    fields |= {"head_dim": latent.key_dim}
+    [ffn_dim] = hf_config.need(config, "intermediate_size")
+    dense = LayerConfig(rope, ffn_dim)
+    first, every = hf_config.need(given, "first_k_dense_replace", "moe_layer_freq")
+    sparse = [i >= first and i % every == 0 for i in range(fields["num_layers"])]
+    layers = [dense] * len(sparse)
+    if any(sparse):
+        experts = _experts_from_hf(config, is_v3, fields["activation"])
+        of_experts = LayerConfig(rope, None, experts=experts)
+        layers = [of_experts if is_sparse else dense for is_sparse in sparse]
+    return DecoderConfig(
+        layers=tuple(layers),
+        attention_scale=_scale_from_hf(config, rope, latent),
+        latent=latent,
+        **fields,
+    )
+
+
+def _latent_from_hf(config: Mapping[str, Any], *, is_interleaved: bool) -> LatentConfig:
+    names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    return LatentConfig(
+        *hf_config.need(config, *names),
+        q_rank=config.get("q_lora_rank", 1536),
+        norm_eps=LATENT_EPS,
+        has_bias=bool(config.get("attention_bias", False)),
+        is_interleaved=bool(is_interleaved),
+    )
+
+
+def _scale_from_hf(config: Mapping[str, Any], rope: Rope, latent: LatentConfig) -> float:
+    """YaRN's temperature over all of the key's dimensions (`mscale_all_dim`) is squared into the
+    softmax's scale, being that of queries and of keys."""
+    given = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
+    mscale = given.get("mscale_all_dim")
+    factor = getattr(rope.scaling, "factor", 1.0)
+    if not mscale or given.get("rope_type", given.get("type", "default")) == "default":
+        return latent.head_dim**-0.5
+    return latent.head_dim**-0.5 * _temperature(0.1 * mscale, factor) ** 2
+
+
+def _temperature(multiplier: float, factor: float) -> float:
+    return 1.0 if factor <= 1 else 1.0 + multiplier * math.log(factor)
+
+
+def _experts_from_hf(config: Mapping[str, Any], is_v3: bool, activation: str) -> ExpertsConfig:
+    num_experts, per_token, ffn_dim = hf_config.need(
+        config, "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"
+    )
+    num_shared = config.get("n_shared_experts", 1 if is_v3 else 2)
+    method = config.get("topk_method") or ("noaux_tc" if is_v3 else "greedy")
+    methods = ("noaux_tc",) if is_v3 else ("greedy", "group_limited_greedy")
+    if method not in methods:
+        known = " and ".join(map(repr, methods))
+        raise ValueError(f"topk_method is {method!r}; {config['model_type']} has {known}")
+    hf_config.refuse(config, scoring_func="sigmoid" if is_v3 else "softmax")
+    if not is_v3 and config.get("norm_topk_prob"):
+        raise ValueError(
+            "norm_topk_prob is True; the two published codes of DeepSeek-V2 differ on what it does "
+            "with routed_scaling_factor, and all its checkpoints have False"
+        )
+    num_groups, groups_per_token = 1, 1
+    if method != "greedy":
+        of_group = config if not is_v3 else {"n_group": 8, "topk_group": 4} | dict(config)
+        num_groups, groups_per_token = hf_config.need(of_group, "n_group", "topk_group")
+    router = RouterConfig(
+        num_experts,
+        per_token,
+        score="sigmoid" if is_v3 else "softmax",
+        renormalize=is_v3 and bool(config.get("norm_topk_prob", True)),
+        scale=config.get("routed_scaling_factor", 2.5 if is_v3 else 1.0),
+        has_selection_bias=is_v3,
+        num_groups=num_groups,
+        groups_per_token=groups_per_token,
+        group_score="best_two" if is_v3 else "best",
+    )
+    shared = num_shared * ffn_dim if num_shared else None
+    return ExpertsConfig(router, ffn_dim, activation, shared_ffn_dim=shared)
+
+
+_GGUF_READ = DECODER_KEYS | {
+    "attention.q_lora_rank",
+    "attention.kv_lora_rank",
+    "attention.key_length_mla",
+    "attention.value_length_mla",
+    "rope.scaling.yarn_log_multiplier",
+    "leading_dense_block_count",
+    "expert_count",
+    "expert_used_count",
+    "expert_shared_count",
+    "expert_feed_forward_length",
+    "expert_weights_scale",
+    "expert_weights_norm",
+    "expert_gating_func",
+    "expert_group_count",
+    "expert_group_used_count",
+}
+_GATES = {1: "softmax", 2: "sigmoid"}
+
+
+def config_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
+    """From a GGUF file's key-values. Newer files state the lengths of what is cached as key_length
+    and value_length, and those of a head with `_mla` behind; in older ones the former are a head's.
+    """
+    keys = GgufKeys(metadata, "deepseek2")
+    keys.refuse_unread(_GGUF_READ)
+    head_dim = keys.get("attention.key_length_mla") or keys.whole("attention.key_length")
+    value_dim = keys.get("attention.value_length_mla") or keys.whole("attention.value_length")
+    rope = rope_from_gguf(metadata, "deepseek2", keys.whole("rope.dimension_count"), tensors)
+    multiplier, factor = keys.get("rope.scaling.yarn_log_multiplier", 0.0), 1.0
+    if isinstance(rope.scaling, Yarn):  # all of the temperature is in the softmax's scale
+        factor = rope.scaling.factor
+        scaling = dataclasses.replace(rope.scaling, attention_factor=1.0)
+        rope = dataclasses.replace(rope, scaling=scaling)
+    latent = LatentConfig(
+        keys.whole("attention.kv_lora_rank"),
+        head_dim - rope.dim,
+        rope.dim,
+        value_dim,
+        q_rank=keys.get("attention.q_lora_rank"),
+        norm_eps=LATENT_EPS,
+        is_kv_split="blk.0.attn_k_b.weight" in tensors,
+    )
+    stated = {"attention.key_length": latent.key_dim, "attention.value_length": latent.key_dim}
+    one_head = {**metadata, **{f"deepseek2.{name}": value for name, value in stated.items()}}
+    fields = gguf_config.decoder_fields(GgufKeys(one_head, "deepseek2"), tensors)
+    fields |= {"num_kv_heads": 1, "qkv_bias": False}
+    num_dense = keys.get("leading_dense_block_count", 0)
+    layers = [LayerConfig(rope, keys.whole("feed_forward_length"))] * num_dense
+    if num_dense < fields["num_layers"]:
+        experts = LayerConfig(rope, None, experts=_experts_from_gguf(keys, tensors, num_dense))
+        layers += [experts] * (fields["num_layers"] - num_dense)
+    return DecoderConfig(
+        layers=tuple(layers),
+        attention_scale=latent.head_dim**-0.5 * _temperature(multiplier, factor) ** 2,
+        latent=latent,
+        **fields,
+    )
+
+
+def _experts_from_gguf(keys: GgufKeys, tensors: Mapping[str, Any], first: int) -> ExpertsConfig:
+    gate = keys.get("expert_gating_func", 1)
+    if gate not in _GATES:
+        raise ValueError(f"deepseek2.expert_gating_func is {gate}; this build knows {_GATES}")
+    ffn_dim, num_shared = keys.whole("expert_feed_forward_length"), keys.get("expert_shared_count")
+    router = RouterConfig(
+        keys.whole("expert_count"),
+        keys.whole("expert_used_count"),
+        score="sigmoid" if gate == 2 else "softmax",
+        renormalize=bool(keys.get("expert_weights_norm", False)),
+        scale=keys.get("expert_weights_scale") or 1.0,
+        has_selection_bias=f"blk.{first}.exp_probs_b.bias" in tensors,
+        num_groups=keys.whole("expert_group_count", 1),
+        groups_per_token=keys.whole("expert_group_used_count", 1),
+        group_score="best_two" if gate == 2 else "best",
+    )
+    shared = num_shared * ffn_dim if num_shared else None
+    return ExpertsConfig(router, ffn_dim, shared_ffn_dim=shared)
+
+
+DEEPSEEK = Family(
+    name="deepseek",
+    build=Decoder,
+    config_from_hf=config_from_hf,
+    config_from_gguf=config_from_gguf,
+    hf_weights=hf_weights,
+    gguf_weights=gguf_weights,
+    models="DeepSeek-V2 and V2-Lite, V3, R1",
+)

@@ -1,0 +1,115 @@
+"""What the families of mixtures of experts share: rows of weight tables, layers' configurations."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxinfer.models.decoder import LayerConfig
+from jaxinfer.models.family import LINEAR, LINEAR_STACKED, RESHAPED, Weight
+from jaxinfer.models.gguf_config import DECODER_KEYS, GgufKeys
+from jaxinfer.models.hf_config import need
+from jaxinfer.nn.experts import ExpertsConfig, RouterConfig
+from jaxinfer.nn.rope import Rope
+
+_MLP = r"blocks\.(\d+)\.mlp\."
+_HF = r"model.layers.\1.mlp."
+
+# Qwen's and DeepSeek's names.
+HF_EXPERTS_ROWS: tuple[Weight, ...] = (
+    Weight(rf"{_MLP}router", rf"{_HF}gate.weight", LINEAR),
+    Weight(rf"{_MLP}(gate|up|down)", rf"{_HF}experts.{{}}.\2_proj.weight", LINEAR),
+)
+
+
+def hf_shared_rows(name: str) -> tuple[Weight, ...]:
+    """Of the experts for all tokens: `shared_expert` (Qwen), `shared_experts` (DeepSeek)."""
+    return (
+        Weight(
+            rf"{_MLP}shared\.gate_up",
+            (rf"{_HF}{name}.gate_proj.weight", rf"{_HF}{name}.up_proj.weight"),
+            LINEAR,
+        ),
+        Weight(rf"{_MLP}shared\.down\.weight", rf"{_HF}{name}.down_proj.weight", LINEAR),
+    )
+
+
+GGUF_EXPERTS_ROWS: tuple[Weight, ...] = (
+    Weight(rf"{_MLP}router", r"blk.\1.ffn_gate_inp.weight", LINEAR),
+    Weight(rf"{_MLP}router_bias", r"blk.\1.ffn_gate_inp.bias"),
+    Weight(rf"{_MLP}selection_bias", r"blk.\1.exp_probs_b.bias"),
+    Weight(
+        rf"{_MLP}(gate|up|down)",
+        r"blk.\1.ffn_\2_exps.weight",
+        LINEAR_STACKED,
+        # Files from before April 2024.
+        other=Weight(rf"{_MLP}(gate|up|down)", r"blk.\1.ffn_\2.{}.weight", LINEAR),
+    ),
+    Weight(rf"{_MLP}(gate|up|down)_bias", r"blk.\1.ffn_\2_exps.bias"),
+    Weight(rf"{_MLP}shared_gate", r"blk.\1.ffn_gate_inp_shexp.weight", RESHAPED),
+    Weight(
+        rf"{_MLP}shared\.gate_up",
+        (r"blk.\1.ffn_gate_shexp.weight", r"blk.\1.ffn_up_shexp.weight"),
+        LINEAR,
+    ),
+    Weight(rf"{_MLP}shared\.down\.weight", r"blk.\1.ffn_down_shexp.weight", LINEAR),
+)
+
+# What `layers_from_gguf` reads, beside the keys of every decoder.
+EXPERT_KEYS = DECODER_KEYS | {
+    "expert_count",
+    "expert_used_count",
+    "expert_feed_forward_length",
+    "expert_shared_feed_forward_length",
+    "expert_weights_norm",
+    "expert_weights_scale",
+}
+
+
+def num_experts(config: Mapping[str, Any]) -> int:
+    """The number of experts in a config.json; transformers 5 writes another key for some."""
+    return need(config, "num_local_experts" if "num_local_experts" in config else "num_experts")[0]
+
+
+def mixed_layers(
+    layers: Sequence[LayerConfig], experts: ExpertsConfig, is_mixture: Sequence[bool]
+) -> tuple[LayerConfig, ...]:
+    """`layers`, dense ones, with experts in the place of the MLP where `is_mixture` says so."""
+    mixture = lambda layer: dataclasses.replace(layer, ffn_dim=None, experts=experts)
+    return tuple(
+        mixture(layer) if is_it else layer for layer, is_it in zip(layers, is_mixture, strict=True)
+    )
+
+
+def layers_from_gguf(
+    keys: GgufKeys,
+    tensors: Mapping[str, Any],
+    rope: Rope,
+    *,
+    renormalize: bool,
+    windows: Sequence[int | None] = (None,),
+    **particular: Any,
+) -> tuple[LayerConfig, ...]:
+    """The layers of a GGUF file; those that have a router have experts.
+
+    `renormalize` is what the architecture does where the file does not say; layer i has the window
+    `windows[i % len(windows)]`; `particular` are fields of `ExpertsConfig`.
+    """
+    ffn_dim, per_token = keys.whole("feed_forward_length"), keys.whole("expert_used_count")
+    router = RouterConfig(
+        keys.whole("expert_count"),
+        per_token,
+        renormalize=bool(keys.get("expert_weights_norm", renormalize)),
+        scale=float(keys.get("expert_weights_scale") or 1.0),
+        has_bias="blk.0.ffn_gate_inp.bias" in tensors,
+    )
+    experts_dim = particular.pop("ffn_dim", None) or keys.whole(
+        "expert_feed_forward_length", max(1, ffn_dim // per_token)
+    )
+    experts = ExpertsConfig(router, experts_dim, **particular)
+    count = keys.whole("block_count")
+    layers = [LayerConfig(rope, ffn_dim, windows[i % len(windows)]) for i in range(count)]
+    return mixed_layers(
+        layers, experts, [f"blk.{i}.ffn_gate_inp.weight" in tensors for i in range(count)]
+    )

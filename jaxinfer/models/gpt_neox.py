@@ -1,0 +1,115 @@
+"""GPT-NeoX, Pythia and what was trained in their form: Dolly, RedPajama, StableLM alpha."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxinfer.models.family import Family, WeightTable
+from jaxinfer.models.gguf_config import GgufKeys
+from jaxinfer.models.gpt import GptConfig, GptDecoder
+from jaxinfer.models.gpt_weights import (
+    BLOCK,
+    GGUF_KEYS,
+    fused_rows,
+    gguf_fields,
+    gguf_weights,
+    in_module,
+    interleaved,
+    rows,
+    whole,
+)
+from jaxinfer.models.hf_config import activation
+from jaxinfer.models.rope_config import rope_from_gguf, rope_from_hf
+
+_GGUF_KEYS = GGUF_KEYS | {
+    "rope.dimension_count",
+    "rope.freq_base",
+    "rope.scaling.type",
+    "rope.scaling.factor",
+    "rope.scaling.original_context_length",
+    "rope.scaling.finetuned",
+}
+
+
+def hf_weights(config: GptConfig) -> WeightTable:
+    """The fused tensor holds q, k and v of one head after another."""
+    block = r"gpt_neox.layers.\1."
+    return WeightTable(
+        fused_rows(f"{block}attention.query_key_value", interleaved)
+        + rows(
+            {
+                rf"{BLOCK}attention\.o": f"{block}attention.dense",
+                rf"{BLOCK}mlp\.up": f"{block}mlp.dense_h_to_4h",
+                rf"{BLOCK}mlp\.down": f"{block}mlp.dense_4h_to_h",
+                "head": "embed_out",
+            },
+            {
+                rf"{BLOCK}attention_norm": f"{block}input_layernorm",
+                rf"{BLOCK}mlp_norm": f"{block}post_attention_layernorm",
+                "norm": "gpt_neox.final_layer_norm",
+            },
+            {r"embed\.weight": "gpt_neox.embed_in.weight"},
+        ),
+        # Old files carry the causal mask and the frequencies, tied ones sometimes the head.
+        ignored=(
+            r".*attention\.(masked_)?bias",
+            r".*rotary_emb\.inv_freq",
+            r"embed_out\.weight",
+        ),
+        renamed=in_module("gpt_neox", "layers", "embed_in", "final_layer_norm"),
+    )
+
+
+def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> GptConfig:
+    """From config.json; missing keys take `GPTNeoXConfig`'s defaults."""
+    model_dim = whole(config, "hidden_size", default=6144)
+    num_heads = whole(config, "num_attention_heads", default=64)
+    max_len = whole(config, "max_position_embeddings", default=2048)
+    # The older spelling of base and share, from before `rope_parameters`.
+    older = {
+        "rope_theta": config.get("rotary_emb_base", 10_000.0),
+        "partial_rotary_factor": config.get("rotary_pct", 0.25),
+    }
+    return GptConfig(
+        vocab_size=whole(config, "vocab_size", default=50432),
+        num_layers=whole(config, "num_hidden_layers", default=44),
+        model_dim=model_dim,
+        num_heads=num_heads,
+        ffn_dim=whole(config, "intermediate_size", default=24576),
+        max_len=max_len,
+        activation=activation(config, "hidden_act", default="gelu"),
+        norm_eps=config.get("layer_norm_eps", 1e-5),
+        residual="parallel" if config.get("use_parallel_residual", True) else "sequential",
+        rope=rope_from_hf({**older, **config}, model_dim // num_heads, max_len),
+        has_attention_bias=bool(config.get("attention_bias", True)),
+        is_tied=bool(config.get("tie_word_embeddings", False)),
+    )
+
+
+def config_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> GptConfig:
+    """From a GGUF file's key-values. They do not name the activation; it is the exact GELU, with
+    which nearly all of these models were trained."""
+    keys = GgufKeys(metadata, "gptneox")
+    keys.refuse_unread(_GGUF_KEYS)
+    fields = gguf_fields(keys, tensors)
+    head_dim = fields["model_dim"] // fields["num_heads"]
+    return GptConfig(
+        max_len=keys.whole("context_length"),
+        activation="gelu",
+        residual="parallel" if keys.get("use_parallel_residual", True) else "sequential",
+        rope=rope_from_gguf(metadata, "gptneox", head_dim, tensors),
+        has_attention_bias="blk.0.attn_qkv.bias" in tensors,
+        **fields,
+    )
+
+
+GPT_NEOX = Family(
+    name="gpt_neox",
+    models="GPT-NeoX, Pythia, Dolly 2, RedPajama-INCITE, StableLM alpha",
+    build=GptDecoder,
+    config_from_hf=config_from_hf,
+    hf_weights=hf_weights,
+    config_from_gguf=config_from_gguf,
+    gguf_weights=gguf_weights,
+)

@@ -1,0 +1,130 @@
+"""What the GPT-like families' readers share: configs of many spellings, names, fused tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxinfer.models.family import (
+    LINEAR,
+    LINEAR_FROM_HEADS,
+    RESHAPED,
+    Shape,
+    Transform,
+    Weight,
+    WeightTable,
+    part_of,
+)
+from jaxinfer.models.gguf_config import GgufKeys
+from jaxinfer.models.gpt import GptConfig
+
+BLOCK = r"blocks\.(\d+)\."
+# What `gguf_fields` reads of the keys that `GgufKeys.refuse_unread` watches.
+GGUF_KEYS = frozenset(
+    ("attention.head_count", "attention.head_count_kv", "attention.layer_norm_epsilon")
+)
+
+
+def whole(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
+    """The whole number of at least 1 under the first of these names that is there.
+
+    `ValueError` for anything else, and, without a default, where none is.
+    """
+    value = next((config[name] for name in names if config.get(name) is not None), default)
+    if type(value) is not int or value < 1:
+        raise ValueError(
+            f"config.json has {value!r} for {' or '.join(names)}; it must be a whole number"
+        )
+    return value
+
+
+def in_module(outer: str, *inner: str) -> tuple[tuple[str, str], ...]:
+    """`WeightTable.renamed` of models saved without their head: the names of `inner` modules, which
+    elsewhere lie in the module `outer`."""
+    return ((rf"((?:{'|'.join(inner)})\..*)", rf"{outer}.\1"),)
+
+
+def rows(
+    products: Mapping[str, str], norms: Mapping[str, str], tables: Mapping[str, str]
+) -> tuple[Weight, ...]:
+    """Rows of a weight table, from the paths of modules (regex) to the stored names of theirs."""
+    found = [Weight(path, stored) for path, stored in tables.items()]
+    for path, stored in norms.items():
+        found += [Weight(rf"{path}\.{own}", f"{stored}.{own}") for own in ("weight", "bias")]
+    for path, stored in products.items():
+        transform = LINEAR_FROM_HEADS if path.endswith(r"attention\.o") else LINEAR
+        found.append(Weight(rf"{path}\.weight", f"{stored}.weight", transform))
+        found.append(Weight(rf"{path}\.bias", f"{stored}.bias", RESHAPED))
+    return tuple(found)
+
+
+def fused_rows(stored: str, part: Callable[[Transform, int], Transform]) -> tuple[Weight, ...]:
+    """Rows of q, k and v, which lie in one tensor: `part(transform, index)` cuts it."""
+    found = []
+    for index, letter in enumerate("qkv"):
+        path = rf"{BLOCK}attention\.{letter}"
+        found.append(Weight(rf"{path}\.weight", f"{stored}.weight", part(LINEAR, index)))
+        found.append(Weight(rf"{path}\.bias", f"{stored}.bias", part(RESHAPED, index)))
+    return tuple(found)
+
+
+def interleaved(transform: Transform, index: int) -> Transform:
+    """`transform` of q, k or v (`index` 0, 1, 2) in a fused tensor whose rows are, head by head,
+    the head's of q, of k and of v."""
+
+    def stored_shape(shape: Shape) -> Shape:
+        num_rows, *others = transform.stored_shape(shape)
+        return (3 * num_rows, *others)
+
+    def rows_of(shape: Shape) -> np.ndarray:
+        heads, head_dim = shape[-2:]
+        return np.arange(3 * heads * head_dim).reshape(heads, 3, head_dim)[:, index].reshape(-1)
+
+    return dataclasses.replace(transform, stored_shape=stored_shape, rows=rows_of)
+
+
+_GGUF_ROWS = rows(
+    {
+        rf"{BLOCK}attention\.o": r"blk.\1.attn_output",
+        rf"{BLOCK}mlp\.up": r"blk.\1.ffn_up",
+        rf"{BLOCK}mlp\.down": r"blk.\1.ffn_down",
+        "head": "output",
+    },
+    {
+        r"blocks\.0\.embedding_norm": "token_embd_norm",
+        rf"{BLOCK}attention_norm": r"blk.\1.attn_norm",
+        rf"{BLOCK}mlp_norm": r"blk.\1.ffn_norm",
+        "norm": "output_norm",
+    },
+    {r"embed\.weight": "token_embd.weight", "positions": "position_embd.weight"},
+)
+
+
+def gguf_weights(config: GptConfig) -> WeightTable:
+    """Of any of these architectures: a converter writes the rows of q, then k, then v."""
+    D = config.model_dim
+    part = lambda transform, index: part_of(transform, index * D, 3 * D)
+    return WeightTable(fused_rows(r"blk.\1.attn_qkv", part) + _GGUF_ROWS)
+
+
+def gguf_fields(keys: GgufKeys, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a `GptConfig` that the architectures state alike."""
+    num_heads, embedding = keys.whole("attention.head_count"), tensors.get("token_embd.weight")
+    num_kv_heads = keys.get("attention.head_count_kv", num_heads)
+    if num_kv_heads != num_heads:
+        raise ValueError(
+            f"{keys.architecture}.attention.head_count_kv is {num_kv_heads}; this family has as "
+            f"many as heads ({num_heads})"
+        )
+    return {
+        "vocab_size": keys.whole("vocab_size") if embedding is None else embedding.shape[0],
+        "num_layers": keys.whole("block_count"),
+        "model_dim": keys.whole("embedding_length"),
+        "num_heads": num_heads,
+        "ffn_dim": keys.whole("feed_forward_length"),
+        "norm_eps": keys.need("attention.layer_norm_epsilon"),
+        "is_tied": "output.weight" not in tensors,
+    }

@@ -1,0 +1,54 @@
+"""Mistral and Ministral: Llama's structure with a sliding window, in all layers or in some."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxinfer.models import hf_config
+from jaxinfer.models.decoder import Decoder, DecoderConfig, LayerConfig
+from jaxinfer.models.decoder_weights import HF_IGNORED, HF_IMAGES, HF_ROWS, HF_WRAPPED
+from jaxinfer.models.family import Family, WeightTable
+from jaxinfer.models.rope_config import rope_from_hf
+
+# What `MistralConfig` says where config.json is silent: no window is a null, not a missing key.
+DEFAULTS = {"sliding_window": 4096, "max_position_embeddings": 131_072}
+HF_WEIGHTS = WeightTable(HF_ROWS, HF_IGNORED)
+WRAPPED_WEIGHTS = WeightTable(HF_ROWS, HF_IGNORED + HF_IMAGES, HF_WRAPPED)
+
+
+def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
+    """From config.json. `layer_types` makes a Mistral of transformers a Ministral; both are one
+    family here."""
+    config = DEFAULTS | dict(config)
+    [ffn_dim] = hf_config.need(config, "intermediate_size")
+    fields = hf_config.decoder_fields(config)
+    rope = rope_from_hf(config, fields["head_dim"], fields["max_len"])
+    windows = hf_config.layer_windows(config, fields["num_layers"], config["sliding_window"])
+    layers = tuple(LayerConfig(rope, ffn_dim, window) for window in windows)
+    return DecoderConfig(layers=layers, **fields)
+
+
+def config_from_wrapped(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
+    """The text model of a Mistral with images: `text_config` in config.json."""
+    text = config.get("text_config") or {}
+    kind = text.get("model_type", "mistral")
+    if kind not in ("mistral", "ministral"):
+        raise ValueError(f"text_config's model_type is {kind!r}; this build has mistral, ministral")
+    return config_from_hf(text, tensors)
+
+
+MISTRAL = Family(
+    name="mistral",
+    models="Mistral 7B, NeMo, Small; Ministral 8B",
+    build=Decoder,
+    config_from_hf=config_from_hf,
+    hf_weights=lambda config: HF_WEIGHTS,
+)
+MISTRAL_WITH_IMAGES = Family(
+    name="mistral3",
+    models="Mistral Small 3.1 and later (text)",
+    build=Decoder,
+    config_from_hf=config_from_wrapped,
+    hf_weights=lambda config: WRAPPED_WEIGHTS,
+)

@@ -1,0 +1,80 @@
+"""OPT: GPT-2's structure, with positions from the table's third row on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxinfer.models.family import Family, WeightTable
+from jaxinfer.models.gpt import GptConfig, GptDecoder
+from jaxinfer.models.gpt_weights import BLOCK, in_module, rows, whole
+from jaxinfer.models.hf_config import activation, refuse
+
+FIRST_POSITION = 2
+
+
+def hf_weights(config: GptConfig) -> WeightTable:
+    block = r"model.decoder.layers.\1."
+    return WeightTable(
+        rows(
+            {
+                **{
+                    rf"{BLOCK}attention\.{letter}": f"{block}self_attn.{letter}_proj"
+                    for letter in "qkv"
+                },
+                rf"{BLOCK}attention\.o": f"{block}self_attn.out_proj",
+                rf"{BLOCK}mlp\.up": f"{block}fc1",
+                rf"{BLOCK}mlp\.down": f"{block}fc2",
+                "head": "lm_head",
+            },
+            {
+                rf"{BLOCK}attention_norm": f"{block}self_attn_layer_norm",
+                rf"{BLOCK}mlp_norm": f"{block}final_layer_norm",
+                "norm": "model.decoder.final_layer_norm",
+            },
+            {
+                r"embed\.weight": "model.decoder.embed_tokens.weight",
+                "positions": "model.decoder.embed_positions.weight",
+            },
+        ),
+        ignored=(r"lm_head\.weight",),  # tied files sometimes carry it
+        renamed=in_module("model", "decoder"),
+    )
+
+
+def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> GptConfig:
+    """From config.json; missing keys take `OPTConfig`'s defaults.
+
+    Refused are norms behind the sublayers and narrower embeddings (OPT-350M has both), and models
+    without biases (Galactica).
+    """
+    model_dim = whole(config, "hidden_size", default=768)
+    refuse(
+        config,
+        do_layer_norm_before=True,
+        word_embed_proj_dim=model_dim,
+        enable_bias=True,
+        layer_norm_elementwise_affine=True,
+        _remove_final_layer_norm=False,
+    )
+    return GptConfig(
+        vocab_size=whole(config, "vocab_size", default=50272),
+        num_layers=whole(config, "num_hidden_layers", default=12),
+        model_dim=model_dim,
+        num_heads=whole(config, "num_attention_heads", default=12),
+        ffn_dim=whole(config, "ffn_dim", default=3072),
+        max_len=whole(config, "max_position_embeddings", default=2048),
+        activation=activation(config, "activation_function", default="relu"),
+        has_position_table=True,
+        first_position=FIRST_POSITION,
+        is_tied=bool(config.get("tie_word_embeddings", True)),
+    )
+
+
+OPT = Family(
+    name="opt",
+    models="OPT",
+    build=GptDecoder,
+    config_from_hf=config_from_hf,
+    hf_weights=hf_weights,
+)

@@ -1,0 +1,69 @@
+"""SmolLM 3: Llama's structure, where some layers know no positions (NoPE)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxinfer.models import gguf_config, hf_config
+from jaxinfer.models.decoder import Decoder, DecoderConfig, LayerConfig
+from jaxinfer.models.decoder_weights import GGUF_IGNORED, GGUF_ROWS, HF_IGNORED, HF_ROWS
+from jaxinfer.models.family import Family, WeightTable
+from jaxinfer.models.gguf_config import DECODER_KEYS, GgufKeys
+from jaxinfer.models.rope_config import rope_from_gguf, rope_from_hf
+
+# What `SmolLM3Config` says where config.json is silent.
+DEFAULTS = {"max_position_embeddings": 32_768, "tie_word_embeddings": True}
+GGUF_NOPE_INTERVAL = 4  # the files have no key for it
+HF_WEIGHTS = WeightTable(HF_ROWS, HF_IGNORED)
+GGUF_WEIGHTS = WeightTable(GGUF_ROWS, GGUF_IGNORED)
+
+
+def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
+    """From config.json. A window, where one is used, is that of the layers without positions."""
+    config = DEFAULTS | dict(config)
+    [ffn_dim] = hf_config.need(config, "intermediate_size")
+    fields = hf_config.decoder_fields(config)
+    num_layers = fields["num_layers"]
+    rope = rope_from_hf(config, fields["head_dim"], fields["max_len"], theta=2_000_000.0)
+    has_rope = config.get("no_rope_layers")  # 1: the layer has RoPE
+    if has_rope is None:
+        interval = config.get("no_rope_layer_interval", 4)
+        has_rope = [(layer + 1) % interval != 0 for layer in range(num_layers)]
+    if len(has_rope) < num_layers:
+        raise ValueError(f"no_rope_layers has {len(has_rope)} entries for {num_layers} layers")
+    window = config.get("sliding_window") if config.get("use_sliding_window") else None
+    windows = hf_config.layer_windows(config, num_layers, window, lambda i: not has_rope[i])
+    has_bias = bool(config.get("attention_bias", False))
+    return DecoderConfig(
+        layers=tuple(
+            LayerConfig(rope if turns else None, ffn_dim, window)
+            for turns, window in zip(has_rope, windows, strict=False)
+        ),
+        qkv_bias=has_bias,
+        out_bias=has_bias,
+        mlp_bias=bool(config.get("mlp_bias", False)),
+        **fields,
+    )
+
+
+def config_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
+    """From a GGUF file's key-values; every fourth layer knows no positions."""
+    keys = GgufKeys(metadata, "smollm3")
+    keys.refuse_unread(DECODER_KEYS)
+    fields = gguf_config.decoder_fields(keys, tensors)
+    rope = rope_from_gguf(metadata, "smollm3", fields["head_dim"], tensors)
+    turned = LayerConfig(rope, keys.whole("feed_forward_length"))
+    still = LayerConfig(None, turned.ffn_dim)
+    return DecoderConfig(layers=(turned,) * (GGUF_NOPE_INTERVAL - 1) + (still,), **fields)
+
+
+SMOLLM3 = Family(
+    name="smollm3",
+    models="SmolLM 3",
+    build=Decoder,
+    config_from_hf=config_from_hf,
+    config_from_gguf=config_from_gguf,
+    hf_weights=lambda config: HF_WEIGHTS,
+    gguf_weights=lambda config: GGUF_WEIGHTS,
+)

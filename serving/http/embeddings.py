@@ -1,0 +1,88 @@
+"""`POST /v1/embeddings`: a vector for each text, by an encoder."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxinfer.serving.config import LimitsConfig
+from jaxinfer.serving.errors import ErrorKind, ServiceError
+from jaxinfer.serving.generation import EmbeddingRequest, Embeddings
+from jaxinfer.serving.http.asking import own_id
+from jaxinfer.serving.http.embedding_schema import EmbeddingBody
+from jaxinfer.serving.http.errors import json_response
+from jaxinfer.serving.http.limits import read_json
+from jaxinfer.serving.http.openai_schema import parse_request
+from jaxinfer.serving.http.writing import to_json
+from jaxinfer.serving.service import Service
+
+T = TypeVar("T")
+
+MANY_NUMBERS = 65_536  # more are written in another thread: as text, 65,536 take some 25 ms
+
+
+async def embed(request: Request, service: Service, limits: LimitsConfig) -> Response:
+    """The endpoint."""
+    ask = parse_request(EmbeddingBody, await read_json(request, limits))
+    service.check_model(ask.model or "")
+    state = request.scope["state"]
+    asked = EmbeddingRequest(
+        ask.input,
+        normalize=ask.normalize,
+        dimensions=ask.dimensions,
+        prompt_name=ask.prompt_name,
+        truncate=bool(ask.truncate),
+        request_id=own_id(request, ask.request_id),
+        timeout_s=ask.timeout_s,
+        door="http",
+        user=ask.user or state["key_name"],
+    )
+    work = service.embed(asked, on_taken=lambda: state.update(has_stream=True))
+    made = await _unless_left(request, work)
+    as_bytes = ask.encoding_format == "base64"
+    if made.vectors.size <= MANY_NUMBERS:
+        body = _body(service.model.name, made, as_bytes)
+    else:
+        body = await asyncio.to_thread(_body, service.model.name, made, as_bytes)
+    return json_response(body)
+
+
+def _body(model: str, made: Embeddings, as_bytes: bool) -> bytes:
+    """Numbers as JSON, or in base64 the bytes of little-endian float32."""
+    data = [
+        {
+            "object": "embedding",
+            "index": index,
+            "embedding": base64.b64encode(vector.astype("<f4").tobytes()).decode()
+            if as_bytes
+            else vector.tolist(),
+        }
+        for index, vector in enumerate(made.vectors)
+    ]
+    num_tokens = sum(made.num_tokens)
+    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    return to_json({"object": "list", "data": data, "model": model, "usage": usage}).encode()
+
+
+async def _unless_left(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` brings; it is cancelled when the client leaves before."""
+
+    async def leave() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.create_task(leave())
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ServiceError(ErrorKind.CANCELLED, "the client left before its answer was ready")
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.wait((working, leaving))

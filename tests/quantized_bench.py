@@ -1,0 +1,43 @@
+"""Tiny quantized models, loaded once for all tests of a file."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+from quantized_checkpoints import TINY, write_quantized
+from tiny_checkpoints import token_sequences, write_checkpoint
+
+from jaxinfer.loading import open_checkpoint
+from jaxinfer.loading.assign import functional_model, load_weights
+from jaxinfer.models.functional import FunctionalModel, Weights
+from jaxinfer.nn.layers import Numerics
+
+IDS = token_sequences(TINY)[1]
+
+
+def relative(out: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.linalg.norm(out - expected) / np.linalg.norm(expected))
+
+
+@cache
+def tiny_model(numerics: Numerics | None = None) -> FunctionalModel:
+    """One for all quantizations, so that what they share is compiled once."""
+    with TemporaryDirectory() as folder:
+        checkpoint = open_checkpoint(write_checkpoint(TINY, folder))
+        return functional_model(checkpoint, numerics or Numerics())
+
+
+@cache
+def tiny_weights(name: str) -> tuple[Weights, Weights, Weights]:
+    """Of a quantized checkpoint: packed, dequantized, and those of its twin in plain numbers."""
+    with TemporaryDirectory() as folder:
+        quantized, plain = map(open_checkpoint, write_quantized(name, Path(folder)))
+        model = tiny_model()
+        return (
+            load_weights(quantized, model, keep_packed=True),
+            load_weights(quantized, model),
+            load_weights(plain, model),
+        )

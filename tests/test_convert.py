@@ -1,0 +1,90 @@
+"""scripts/convert.py: a folder that serves, and refusals that say why."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+from tiny_checkpoints import TinyLlama, write_checkpoint
+
+from jaxinfer import LLM, SamplingParams
+from jaxinfer.config import from_mapping
+from jaxinfer.kernels.quantized_matmul import QuantArray
+from jaxinfer.loading import open_checkpoint
+from jaxinfer.loading.assign import functional_model, load_weights
+from jaxinfer.nn.layers import Numerics
+
+SCRIPT = Path(__file__).parent.parent / "scripts" / "convert.py"
+
+
+def convert(*flags: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *flags],
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    return write_checkpoint(TinyLlama(num_layers=1), tmp_path_factory.mktemp("source") / "tiny")
+
+
+def test_what_was_converted_serves_by_itself_and_is_not_replaced_unasked(source, tmp_path):
+    out = tmp_path / "out"
+    done = convert(f"--model={source}", f"--output={out}", "--dtype=float32")
+    assert done.returncode == 0, done.stderr
+    assert "4.00 bytes a parameter" in done.stdout
+    options = {
+        "max_len": 64,
+        "warm_up": False,
+        "cache": {"page_size": 16, "num_pages": 8},
+        "scheduler": {"max_tokens": 16, "max_rows": 1},
+    }
+    llm = LLM(out, from_mapping(options), show_progress=False)
+    assert llm.engine.name == "tiny"
+    [output] = llm.generate(["the sky"], SamplingParams(temperature=0, max_tokens=8))
+    assert output.outputs[0].token_ids and output.prompt_token_ids
+    again = convert(f"--model={source}", f"--output={out}")
+    assert again.returncode == 2 and "pass --overwrite" in again.stderr
+
+
+def test_it_quantizes_and_replaces(source, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    done = convert(f"--model={source}", f"--output={out}", "--quantize=int8", "--overwrite")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((out / "jaxinfer.json").read_text())["quantization"] == "int8"
+    checkpoint = open_checkpoint(out)
+    model = functional_model(checkpoint, Numerics())
+    load = partial(load_weights, keep_packed=True)
+    weights = dict(zip((p.path for p in model.parameters), load(checkpoint, model), strict=True))
+    assert isinstance(weights["blocks.0.attention.q.weight"], QuantArray)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs signals")
+def test_an_interrupted_conversion_leaves_no_folder_of_that_name(tmp_path):
+    wide = TinyLlama(num_layers=4, hidden_size=256, intermediate_size=16_384)
+    source = write_checkpoint(wide, tmp_path / "wide")
+    command = [sys.executable, str(SCRIPT), f"--model={source}", f"--output={tmp_path / 'out'}"]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while process.poll() is None and not list(tmp_path.glob(".out.partial-*")):
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        process.send_signal(signal.SIGINT)
+        process.wait(60)
+    finally:
+        process.kill()
+    assert process.returncode == 0 or not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob(".out.partial-*"))
