@@ -59,7 +59,8 @@ class EngineConfig:
     # Of a quantized checkpoint: kept as they are stored, or made numbers of dtype. auto: packed,
     # but not on a CPU, where a token of the demo model takes 141 ms packed and 20 ms dequantized.
     weights: Literal["auto", "packed", "dequantized"] = "auto"
-    # Products' weights that the checkpoint has not quantized; w8a8: activations too.
+    # Products' weights that the checkpoint has not quantized; w8a8: activations too,
+    # but for those of experts.
     quantize: Literal["int8", "int4", "float8", "int8_w8a8", "float8_w8a8"] | None = None
     max_len: int | None = at_least(2, None)  # prompt + output; None: the model's
     seed: int = at_least(0, 0)  # requests without a seed of their own get one drawn from this

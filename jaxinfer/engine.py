@@ -140,6 +140,11 @@ class Engine:
         )
 
     @property
+    def weights(self) -> Weights:
+        """As they lie on the device."""
+        return self.runner.weights
+
+    @property
     def num_programs(self) -> int:
         """That `warm_up` compiles: one a bucket, and two for admission."""
         return len(self.config.buckets) + 2

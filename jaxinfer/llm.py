@@ -24,11 +24,12 @@ from jaxinfer import compilation_cache
 from jaxinfer.admission import InvalidRequestError
 from jaxinfer.config import EngineConfig
 from jaxinfer.embedding.embedder import Embedder
-from jaxinfer.embedding.sentences import Text, check_dimensions, encode_text, finished
+from jaxinfer.embedding.sentences import Text, check_dimensions, encode_texts, finished
 from jaxinfer.engine import Engine
 from jaxinfer.loading import Checkpoint, open_checkpoint
 from jaxinfer.loading.assign import functional_model, load_weights
 from jaxinfer.loading.checkpoint import CheckpointError, GenerationDefaults
+from jaxinfer.loading.load_report import weights_line
 from jaxinfer.loading.quantize import quantize_weights
 from jaxinfer.loading.random import random_weights
 from jaxinfer.loading.sentence import sentence_options
@@ -78,13 +79,29 @@ def load_engine(
     """`load_model` for a model that generates; an encoder is refused (`CheckpointError`)."""
 
     def check(loaded: Engine | Embedder) -> None:
-        if isinstance(loaded, Embedder):
-            raise CheckpointError(f"{source}: {NO_GENERATION}")
-        on_loaded(loaded)
+        on_loaded(need_engine(loaded))
 
     engine, generation = load_model(source, config, show_progress=show_progress, on_loaded=check)
-    assert isinstance(engine, Engine)
-    return engine, generation
+    return need_engine(engine), generation
+
+
+def need_engine(loaded: Engine | Embedder) -> Engine:
+    """For `on_loaded`: `CheckpointError` for an encoder, before its programs are compiled."""
+    if isinstance(loaded, Embedder):
+        raise CheckpointError(f"{loaded.name}: {NO_GENERATION}")
+    return loaded
+
+
+def about_weights(loaded: Engine | Embedder) -> str:
+    """For a plan: how many parameters, their bytes, and how many of them are quantized."""
+    return weights_line(loaded.model, loaded.weights)
+
+
+def need_embedder(loaded: Engine | Embedder) -> Embedder:
+    """For `on_loaded`: `CheckpointError` for a model that is no encoder."""
+    if not isinstance(loaded, Embedder):
+        raise CheckpointError(f"{loaded.name}: {NO_EMBEDDING}")
+    return loaded
 
 
 def load_model(
@@ -292,13 +309,9 @@ class LLM:
         """
         embedder = self.embedder
         check_dimensions(embedder, dimensions)
-        all_ids = []
-        for index, text in enumerate(_as_list(texts)):
-            try:
-                ids = encode_text(embedder, text, prompt_name=prompt_name, truncate=truncate)
-            except InvalidRequestError as error:
-                raise InvalidRequestError(f"text {index}: {error}", error.field) from error
-            all_ids.append(ids)
+        all_ids = encode_texts(
+            embedder, _as_list(texts), prompt_name=prompt_name, truncate=truncate
+        )
         with tqdm(
             total=len(all_ids),
             desc="embedding",

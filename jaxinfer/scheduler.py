@@ -10,7 +10,8 @@ When pages run out, the running request that the policy puts last is *preempted*
 through, since a request that the whole pool cannot hold is refused at admission.
 
 Some models compute a sequence anew once, when it passes a length (`restart_len`): its pages go back
-too, and it waits to be computed again, with `Request.rope_len` saying that it has passed.
+too, and it waits to be computed again, with `Request.rope_len` saying that it has passed. Those
+that run may take its pages; nobody who waits behind it is admitted first.
 """
 
 from __future__ import annotations

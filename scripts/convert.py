@@ -16,14 +16,15 @@ import sys
 import time
 from pathlib import Path
 
-import jax
 from absl import app, flags, logging
 from tqdm import tqdm
 
 from jaxinfer import CheckpointError, ConfigError, load_config
 from jaxinfer.loading import open_checkpoint
 from jaxinfer.loading.assign import functional_model, load_weights
+from jaxinfer.loading.load_report import weights_line
 from jaxinfer.loading.orbax import write_converted
+from jaxinfer.loading.output import check_output
 from jaxinfer.loading.quantize import RECIPES
 from jaxinfer.numerics import numerics_for
 
@@ -46,10 +47,10 @@ _OVERWRITE = flags.DEFINE_bool("overwrite", False, "replace the folder if it is 
 
 def convert() -> None:
     output = Path(_OUTPUT.value).expanduser()
-    if output.exists() and not _OVERWRITE.value:  # before the work, not after it
-        raise CheckpointError(f"{output}: exists; choose another folder, or pass --overwrite")
+    check_output(None, output, overwrite=_OVERWRITE.value)  # before the work, not after it
     start = time.perf_counter()
     checkpoint = open_checkpoint(_MODEL.value)
+    check_output(checkpoint.path, output, overwrite=_OVERWRITE.value)
     model = functional_model(
         checkpoint, numerics_for(load_config(overrides=[f"dtype={_DTYPE.value}"]))
     )
@@ -71,10 +72,8 @@ def convert() -> None:
         quantization=_QUANTIZE.value,
         overwrite=_OVERWRITE.value,
     )
-    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
     print(
-        f"{output}: {checkpoint.name} ({model.family.name}), {model.num_parameters:,} parameters, "
-        f"{num_bytes / 2**20:,.0f} MiB, {num_bytes / model.num_parameters:.2f} bytes a parameter, "
+        f"{output}: {checkpoint.name} ({model.family.name}); {weights_line(model, weights)}; "
         f"in {time.perf_counter() - start:.1f} s"
     )
 

@@ -20,7 +20,9 @@ from pathlib import Path
 from absl import app, flags, logging
 
 from jaxinfer import LLM, CheckpointError, ConfigError, InvalidRequestError, load_config
-from jaxinfer.embedding.sentences import encode_text
+from jaxinfer.embedding.embedder import Embedder
+from jaxinfer.embedding.sentences import encode_texts
+from jaxinfer.llm import about_weights, need_embedder
 
 FLAGS = flags.FLAGS
 _MODEL = flags.DEFINE_string(
@@ -59,17 +61,24 @@ def read_texts(path: str) -> list[str]:
     return texts
 
 
+def print_plan(embedder: Embedder) -> None:
+    """What will run, before its programs are compiled."""
+    print(f"{embedder.name}: {about_weights(embedder)}", file=sys.stderr)
+
+
 def run() -> int:
     if bool(_TEXT.value) == (_TEXTS_FILE.value is not None):
         raise ValueError("give either --text or --texts_file")
     texts = _TEXT.value or read_texts(_TEXTS_FILE.value or "")
-    llm = LLM(_MODEL.value or "", load_config(_CONFIG.value, _SET.value))
-    embedder = llm.embedder
+    config = load_config(_CONFIG.value, _SET.value)
+    llm = LLM(
+        _MODEL.value or "", config, on_loaded=lambda loaded: print_plan(need_embedder(loaded))
+    )
     named = {"prompt_name": _PROMPT_NAME.value, "truncate": _TRUNCATE.value}
-    vectors = llm.embed(texts, normalize=_NORMALIZE.value, dimensions=_DIMENSIONS.value, **named)
-    for index, (text, vector) in enumerate(zip(texts, vectors, strict=True)):
-        num_tokens = len(encode_text(embedder, text, **named))
-        row = {"index": index, "text": text, "num_tokens": num_tokens}
+    all_ids = encode_texts(llm.embedder, texts, **named)
+    vectors = llm.embed(all_ids, normalize=_NORMALIZE.value, dimensions=_DIMENSIONS.value)
+    for index, (text, ids, vector) in enumerate(zip(texts, all_ids, vectors, strict=True)):
+        row = {"index": index, "text": text, "num_tokens": len(ids)}
         print(json.dumps({**row, "embedding": vector.tolist()}, ensure_ascii=False))
     return 0
 

@@ -36,6 +36,7 @@ from jaxinfer import (
     SamplingParams,
     load_config,
 )
+from jaxinfer.llm import about_weights, need_engine
 
 FLAGS = flags.FLAGS
 _MODEL = flags.DEFINE_string(
@@ -132,8 +133,8 @@ def print_plan(engine: Engine) -> None:
     """What will run, before its programs are compiled."""
     model, memory, config = engine.model, engine.runner.memory, engine.config
     lines = {
-        "model": f"{engine.name} ({model.family.name}), {model.num_parameters:,} parameters, "
-        f"{model.num_bytes / 2**20:,.0f} MiB as {model.numerics.dtype.name}",
+        "model": f"{engine.name} ({model.family.name}), computed as {model.numerics.dtype.name}",
+        "weights": about_weights(engine),
         "cache": f"{memory.num_pages:,} pages of {memory.page_size} tokens = "
         f"{memory.num_tokens:,} tokens, {memory.cache_bytes / 2**20:,.0f} MiB ({memory.source})",
         "context": f"{engine.max_len:,} tokens; up to {config.scheduler.max_rows} requests at once",
@@ -279,7 +280,8 @@ def run() -> int:
     overrides = [*_SET.value]
     if _LOAD_FORMAT.value is not None:
         overrides.append(f"load_format={_LOAD_FORMAT.value}")
-    llm = LLM(_MODEL.value, load_config(_CONFIG.value, overrides), on_loaded=print_plan)
+    config = load_config(_CONFIG.value, overrides)
+    llm = LLM(_MODEL.value, config, on_loaded=lambda loaded: print_plan(need_engine(loaded)))
     params = llm.default_params(**changes)
     runner = llm.engine.runner
     print(

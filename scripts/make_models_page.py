@@ -1,6 +1,6 @@
 """Write docs/models.md's table of families, from the registry and the results of the tests.
 
-    python scripts/make_models_page.py             runs tests/test_families.py, some minutes
+    python scripts/make_models_page.py             runs the families' tests, some minutes
     python scripts/make_models_page.py --results=junit.xml     takes a run's own report
 
 A family is in the table when its tests passed: its tiny checkpoints' logits and greedy tokens
@@ -23,6 +23,7 @@ from typing import NamedTuple
 from absl import app, flags
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+from families_encoders import CASES as ENCODERS
 from family_groups import GROUPS
 
 from jaxinfer.models import GGUF_FAMILIES, HF_FAMILIES, Family
@@ -31,7 +32,7 @@ from jaxinfer.nn.layers import Numerics
 
 ROOT = Path(__file__).resolve().parent.parent
 FLAGS = flags.FLAGS
-flags.DEFINE_string("results", None, "A JUnit report of tests/test_families.py; none: run it.")
+flags.DEFINE_string("results", None, "A JUnit report of these tests; none: run them.")
 flags.DEFINE_string("page", str(ROOT / "docs" / "models.md"), "The page whose table is replaced.")
 
 BEGIN, END = "<!-- families -->\n", "<!-- end of families -->\n"
@@ -39,7 +40,12 @@ HEAD = (
     "| family | `model_type` | equal to transformers | GGUF | weights packed | split by |\n"
     "| --- | --- | --- | --- | --- | --- |\n"
 )
-LIVE = "test_logits_and_greedy_tokens_equal_transformers"
+ALL_GROUPS = GROUPS | {"encoders": ENCODERS}
+FILES = ("tests/test_families.py", "tests/test_encoders.py")
+LIVE = {
+    "test_logits_and_greedy_tokens_equal_transformers": "logits within {:.0e}; greedy tokens equal",
+    "test_hidden_states_equal_transformers": "hidden states within {:.0e}",
+}
 GGUF = "test_a_gguf_file_is_the_same_model"
 PACKED = "test_quantized_weights_are_what_they_stand_for"
 
@@ -56,15 +62,15 @@ def read_report(path: Path) -> list[Result]:
     """The passed tests of a JUnit report; `ValueError` if any failed or was skipped."""
     results, others = [], []
     for case in ElementTree.parse(path).iter("testcase"):
-        matched = re.fullmatch(r"(\w+)\[(\w+)-(\w+)\]", case.get("name", ""))
-        if matched is None:
-            continue
         if any(case.find(kind) is not None for kind in ("failure", "error", "skipped")):
             others.append(case.get("name"))
             continue
+        matched = re.fullmatch(r"(\w+)\[(?:(\w+)-)?(\w+)\]", case.get("name", ""))
+        if matched is None:  # not of one case
+            continue
         values = {p.get("name"): p.get("value") for p in case.iter("property")}
         difference = values.get("difference")
-        name = f"{matched[2]}/{matched[3]}"
+        name = f"{matched[2] or 'encoders'}/{matched[3]}"
         results.append(Result(matched[1], name, None if difference is None else float(difference)))
     if others:
         raise ValueError(f"{path}: failed or skipped: {', '.join(map(str, others))}")
@@ -82,14 +88,16 @@ def table(results: Sequence[Result]) -> str:
         types = [name for name, other in HF_FAMILIES.items() if other is family]
         cases = {
             f"{group}/{name}": case
-            for group, named in GROUPS.items()
+            for group, named in ALL_GROUPS.items()
             for name, case in named.items()
             if case.config["model_type"] in types
         }
-        live = [by_test[LIVE][name] for name in cases if name in by_test[LIVE]]
+        found = {test: [by_test[test][n] for n in cases if n in by_test[test]] for test in LIVE}
+        live = [(test, results) for test, results in found.items() if results]
         if not live:
             continue
-        worst = max(result.difference or 0.0 for result in live)
+        [(test, passed)] = live
+        equal = LIVE[test].format(max(result.difference or 0.0 for result in passed))
         architectures = [name for name, other in GGUF_FAMILIES.items() if other is family]
         tested = {
             case.gguf.architecture
@@ -98,8 +106,8 @@ def table(results: Sequence[Result]) -> str:
         }
         packed = [by_test[PACKED][name] for name in cases if name in by_test[PACKED]]
         rows.append(
-            f"| {family.models} | {_code(types)} | {len(live)} configurations, logits within "
-            f"{worst:.0e}; greedy tokens equal | {_code(a for a in architectures if a in tested)} "
+            f"| {family.models} | {_code(types)} | {len(passed)} configurations: {equal} "
+            f"| {_code(a for a in architectures if a in tested)} "
             f"| {'int8' if packed else '-'} | {_code(_split_axes(family, cases))} |\n"
         )
     return HEAD + "".join(sorted(rows))
@@ -121,7 +129,7 @@ def _split_axes(family: Family, cases) -> list[str]:
 
 def run_tests(report: Path) -> None:
     """Run the families' tests, writing a JUnit report."""
-    command = [sys.executable, "-m", "pytest", "-q", "tests/test_families.py"]
+    command = [sys.executable, "-m", "pytest", "-q", *FILES]
     subprocess.run(
         [*command, "--require-parity", f"--junitxml={report}", "-o", "junit_family=xunit1"],
         cwd=ROOT,

@@ -40,7 +40,7 @@ from tokenizers import (
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from jaxinfer.loading.pretokenizers import SPLIT_RULES
+from jaxinfer.loading.tokenizers.pretokenizers import SPLIT_RULES
 from tests import chat_templates as chats
 from tests import tiny_tokenizers as tiny
 from tests.torture_text import CORPUS, TORTURE

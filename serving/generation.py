@@ -27,6 +27,8 @@ class Chat:
     messages: Sequence[Mapping[str, Any]]
 
 
+# More numbers are not written in the event loop: as text, 65,536 take some 25 ms.
+MANY_NUMBERS = 65_536
 Prompt = str | Sequence[int] | Chat  # text, token ids, or a conversation
 
 
@@ -67,6 +69,11 @@ class Embeddings:
     vectors: np.ndarray  # float32 [inputs, dimensions]
     num_tokens: list[int]
 
+    @property
+    def is_large(self) -> bool:
+        """Whether a door has to write it in another thread, vector by vector."""
+        return self.vectors.size > MANY_NUMBERS
+
 
 class Delta(NamedTuple):
     """What a request brought since the delta before, for one of its `n` samples."""
@@ -89,6 +96,7 @@ class Delta(NamedTuple):
             [token_id for delta in deltas for token_id in delta.token_ids],
             [entry for delta in deltas for entry in delta.logprobs],
             deltas[-1].finish_reason,
+            deltas[-1].embedding,  # it comes with the end
         )
 
 

@@ -119,13 +119,11 @@ def finished(stream: Stream) -> pb.Finished:
 
 
 def embeddings(made: Embeddings) -> pb.EmbedResponse:
-    return pb.EmbedResponse(
-        embeddings=[
-            pb.Embedding(values=vector, num_tokens=num_tokens)
-            for vector, num_tokens in zip(made.vectors, made.num_tokens, strict=True)
-        ],
-        usage=pb.Usage(prompt_tokens=sum(made.num_tokens)),
-    )
+    """A call of the library a vector: other threads run in between."""
+    message = pb.EmbedResponse(usage=pb.Usage(prompt_tokens=sum(made.num_tokens)))
+    for vector, num_tokens in zip(made.vectors, made.num_tokens, strict=True):
+        message.embeddings.add(values=vector.tolist(), num_tokens=num_tokens)
+    return message
 
 
 def model(info: ModelInfo) -> pb.Model:

@@ -206,6 +206,8 @@ class _Inference:
             if not taken.is_set():
                 self._metrics.refused("grpc", error.kind)
             raise
+        if made.is_large:
+            return await asyncio.to_thread(messages.embeddings, made)
         return messages.embeddings(made)
 
     async def tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
@@ -371,7 +373,7 @@ def _options(config: ServingConfig) -> list[tuple[str, int]]:
     keepalive_ms = int(config.keepalive_s * 1000)
     return [
         ("grpc.max_receive_message_length", config.limits.max_body_bytes),
-        ("grpc.max_send_message_length", -1),  # answers are bounded by the context
+        ("grpc.max_send_message_length", -1),  # bounded by the context, or by max_waiting_texts
         ("grpc.so_reuseport", 0),  # else a second server takes half of this one's connections
         ("grpc.keepalive_time_ms", keepalive_ms),
         ("grpc.keepalive_timeout_ms", keepalive_ms),

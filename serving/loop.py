@@ -40,6 +40,7 @@ from jaxinfer.serving.config import LimitsConfig
 from jaxinfer.serving.errors import ErrorKind, ServiceError
 from jaxinfer.serving.generation import Delta, GenerationRequest
 from jaxinfer.serving.observer import Observer, Observers
+from jaxinfer.serving.places import Places
 from jaxinfer.serving.stream import Stream
 from jaxinfer.stats import EngineStats
 
@@ -74,10 +75,7 @@ class EngineLoop:
         self.step_started: float | None = None  # monotonic; for the watchdog. None: between steps
         self._observers = Observers(observers)
         self._on_death = on_death
-        self._limit = "max_waiting_texts" if isinstance(engine, Embedder) else "max_waiting"
-        num_waiting = getattr(self.limits, self._limit)
-        self._max_unfinished = engine.config.scheduler.max_rows + num_waiting
-        self._num_unfinished = 0  # samples
+        self._places = Places(engine, self.limits)
         self._num_waiting_tokens = 0  # of prompts without a first token
         self._streams: dict[str, Stream] = {}
         self._ids = itertools.count()
@@ -118,33 +116,18 @@ class EngineLoop:
                 "the server is shutting down; try another, or this one when it is back",
                 retry_after_s=5.0,
             )
-        if num_samples > self._max_unfinished:
-            raise ServiceError(
-                ErrorKind.INVALID,
-                f"n is {num_samples}; this server takes on {self._max_unfinished} samples at once",
-                field="n",
-            )
-        if self._num_unfinished + num_samples > self._max_unfinished:
-            raise ServiceError(
-                ErrorKind.OVERLOADED,
-                f"{self._num_unfinished} samples are under way, of {self._max_unfinished} that may "
-                f"be (scheduler.max_rows + serving.limits.{self._limit}), and {num_samples} more "
-                "were asked for; try again later",
-                retry_after_s=1.0,
-            )
+        self._places.check(num_samples)
 
     @contextlib.contextmanager
-    def place(self, num_samples: int) -> Iterator[None]:
+    def place(self, num_samples: int) -> Iterator[Callable[[], None]]:
         """Hold places in the queue while a request is prepared; raises as `check_room`.
 
-        Many may be prepared at once: without it all would find the same place free.
+        Many may be prepared at once: without it all would find the same place free. What it gives
+        frees one place, for a `submit` right after.
         """
         self.check_room(num_samples)
-        self._num_unfinished += num_samples
-        try:
-            yield
-        finally:
-            self._num_unfinished -= num_samples
+        with self._places.hold(num_samples) as free_one:
+            yield free_one
 
     def submit(
         self, request: GenerationRequest, prompt_token_ids: list[int], *, submitted_at: float
@@ -182,7 +165,7 @@ class EngineLoop:
         )
         stream.deadline = deadline = submitted_at + timeout_s
         self._streams[request_id] = stream
-        self._num_unfinished += params.n
+        self._places.num_taken += params.n
         self._num_waiting_tokens += len(prompt_token_ids)
         self._is_idle.clear()
         delay = max(0.0, deadline - time.monotonic())
@@ -251,7 +234,7 @@ class EngineLoop:
         if self._streams.get(stream.id) is not stream:
             return False
         del self._streams[stream.id]
-        self._num_unfinished -= stream.num_unfinished
+        self._places.num_taken -= stream.num_unfinished
         if stream.timer is not None:
             stream.timer.cancel()
         if stream.timing.first_token_s is None:
@@ -289,7 +272,7 @@ class EngineLoop:
         self._observers.delta(stream, delta)
         if delta.finish_reason is not None:
             stream.num_unfinished -= 1
-            self._num_unfinished -= 1
+            self._places.num_taken -= 1
             if stream.num_unfinished == 0 and self._forget(stream):
                 self._ended(stream)
                 return

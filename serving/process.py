@@ -34,7 +34,7 @@ from absl import logging
 
 from jaxinfer import ConfigError, Embedder, Engine, EngineConfig
 from jaxinfer.host import calm_collector, compute_behind_serving
-from jaxinfer.llm import load_model
+from jaxinfer.llm import about_weights, load_model
 from jaxinfer.loading.checkpoint import GenerationDefaults
 from jaxinfer.serving.auth import ApiKeys
 from jaxinfer.serving.config import ServingConfig
@@ -294,7 +294,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 def _plan(engine: Engine | Embedder) -> str:
     model = engine.model
-    about = f"{engine.name}: {model.num_parameters:,} parameters as {model.numerics.dtype.name}"
+    about = f"{engine.name}: {about_weights(engine)}; computed as {model.numerics.dtype.name}"
     if isinstance(engine, Embedder):
         return (
             f"{about}, vectors of {engine.dim} numbers, texts of up to {engine.max_len} tokens, "

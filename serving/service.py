@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxinfer import Embedder, Engine, InvalidRequestError, SamplingParams
 from jaxinfer.embedding.embedder import NOTHING_SAMPLED
-from jaxinfer.embedding.sentences import check_dimensions, encode_text, finished
+from jaxinfer.embedding.sentences import check_dimensions, encode_text, finished, prompt_of
 from jaxinfer.llm import NO_EMBEDDING, NO_GENERATION
 from jaxinfer.loading.checkpoint import GenerationDefaults
 from jaxinfer.sampling_params import SamplingParamsError
@@ -32,6 +32,8 @@ from jaxinfer.tokenizer import Tokenizer
 
 MAX_PROMPT_LOGPROBS = 200_000  # entries an answer; writing one takes some 8 microseconds
 LONG_TEXT = 4096  # characters or tokens; longer ones are converted in another thread
+TEXT_OVERHEAD = 64  # characters that take as long as what is done once for each text
+NUM_SUBMITTED = 64  # texts of one request, until others get their turn in the event loop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,14 +122,17 @@ class Service:
         if not inputs:
             raise ServiceError(ErrorKind.INVALID, "there is no input; give one", field="input")
         try:
-            with _about_input():
+            with _about_input(), self.loop.place(len(inputs)) as free_one:
                 check_dimensions(embedder, request.dimensions)
-                with self.loop.place(len(inputs)):
-                    all_ids = await self._encode_inputs(embedder, request)
-            for index, token_ids in enumerate(all_ids):
-                one = _request_of(request, index)
-                with _about_input(index if len(inputs) > 1 else None):
-                    streams.append(self.loop.submit(one, token_ids, submitted_at=submitted_at))
+                all_ids = await self._encode_inputs(embedder, request)
+                self._check_together(all_ids)
+                for index, token_ids in enumerate(all_ids):
+                    if index and index % NUM_SUBMITTED == 0:
+                        await asyncio.sleep(0)
+                    one = _request_of(request, index)
+                    free_one()
+                    with _about_input(index if len(inputs) > 1 else None):
+                        streams.append(self.loop.submit(one, token_ids, submitted_at=submitted_at))
             on_taken()
             vectors = [(await stream.collect()).samples[0].embedding for stream in streams]
         finally:
@@ -144,16 +149,29 @@ class Service:
             named = {"prompt_name": request.prompt_name, "truncate": request.truncate}
             return [encode_text(embedder, text, **named) for text in request.inputs]
 
-        if sum(map(len, request.inputs)) <= LONG_TEXT:
+        around = TEXT_OVERHEAD + len(prompt_of(embedder, request.prompt_name))
+        if sum(map(len, request.inputs)) + around * len(request.inputs) <= LONG_TEXT:
             return encode()
         async with self._long_encode:
             return await asyncio.to_thread(encode)
+
+    def _check_together(self, all_ids: Sequence[Sequence[int]]) -> None:
+        """Refuse several inputs that could never wait together; one alone is taken at any size."""
+        num_tokens, most = sum(map(len, all_ids)), self.loop.limits.max_waiting_tokens
+        if len(all_ids) > 1 and num_tokens > most:
+            raise ServiceError(
+                ErrorKind.INVALID,
+                f"the {len(all_ids)} inputs have {num_tokens} tokens together; this server lets "
+                f"{most} wait (serving.limits.max_waiting_tokens): send fewer at once",
+                field="input",
+            )
 
     async def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text or a conversation; ids come back as they are."""
         if isinstance(prompt, Chat):
             messages = prompt.messages
-            size = sum(len(str(m.get("content", ""))) for m in messages) + 64 * len(messages)
+            size = sum(len(str(m.get("content", ""))) for m in messages)
+            size += TEXT_OVERHEAD * len(messages)
             return await self._encode(size, "messages", self.tokenizer.encode_chat, messages)
         if isinstance(prompt, str):
             encode = self.tokenizer.encode
@@ -213,7 +231,7 @@ class Service:
 def _about_input(index: int | None = None) -> Iterator[None]:
     """What is wrong with a text, said of the input that it was."""
     where = "" if index is None else f"input {index}: "
-    names = {"prompt": "input", "n": "input"}
+    names = {"prompt": "input"}
     try:
         yield
     except InvalidRequestError as error:

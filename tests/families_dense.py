@@ -30,6 +30,13 @@ YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 # Divisors of LongRoPE for 12 and 16 turned dimensions of a head.
 SHORT_6, LONG_6 = [1.0, 1.05, 1.1, 1.2, 1.3, 1.5], [1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 SHORT_8, LONG_8 = [1.0, 1.1, 1.2, 1.3, 1.5, 1.6, 1.8, 2.0], [1.0, 1.5, 2.0, 3.0, 3.5, 4.0, 5.0, 6.0]
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 # Below, at and above the 32 positions at which LongRoPE changes its divisors.
 AROUND_32 = (20, 50, 32, 33)
 
@@ -55,6 +62,20 @@ def _with_factors(short: list[float], long: list[float]) -> Callable[[str, np.nd
     return lambda name, values: {name: values} | (factors if name == "model.norm.weight" else {})
 
 
+def _with_divisors(name: str, values: np.ndarray) -> Tensors:
+    """`LLAMA3` as the converter writes it: a tensor of what each frequency is divided by."""
+    tensors = _pair_heads(name, values)
+    if name == "model.norm.weight":
+        turns = LLAMA3["original_max_position_embeddings"] / (
+            2 * np.pi * 100.0 ** (np.arange(4) / 4)
+        )
+        low, high, factor = (LLAMA3[f"{key}factor"] for key in ("low_freq_", "high_freq_", ""))
+        kept = np.clip((turns - low) / (high - low), 0, 1)
+        divisors = 1 / ((1 - kept) / factor + kept)
+        tensors["rope_freqs.weight"] = divisors.astype(np.float32)
+    return tensors
+
+
 def _images(kind: str, **more: Any) -> dict[str, Any]:
     """The smallest tower of images, for models whose text alone is run."""
     return {
@@ -69,6 +90,18 @@ def _images(kind: str, **more: Any) -> dict[str, Any]:
     }
 
 
+LLAMA_CASES = {
+    "llama": FamilyCase(
+        {
+            "model_type": "llama",
+            "rope_theta": 100.0,
+            "rope_scaling": LLAMA3,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+        GgufForm("llama", METADATA | {"rope.freq_base": 100.0}, _with_divisors),
+    ),
+}
 MISTRAL_CASES = {
     "mistral": FamilyCase({"model_type": "mistral", "sliding_window": 9}),
     "ministral": FamilyCase(
@@ -296,7 +329,8 @@ OLMO_CASES = {
             "num_hidden_layers": 4,
             "sliding_window": 9,
             "rope_theta": 500_000.0,
-            "rope_scaling": YARN | {"rope_type": "yarn"},
+            # Not the usual 1.14: a file's factor is all of the temperature.
+            "rope_scaling": YARN | {"rope_type": "yarn", "attention_factor": 1.3},
         },
         GgufForm(
             "olmo2",
@@ -309,6 +343,7 @@ OLMO_CASES = {
                 "rope.freq_base": 500_000.0,
                 "rope.scaling.type": "yarn",
                 "rope.scaling.factor": 4.0,
+                "rope.scaling.attn_factor": 1.3,
                 "rope.scaling.original_context_length": 32,
             },
         ),
@@ -340,6 +375,7 @@ GRANITE_CASES = {
     ),
 }
 CASES: dict[str, FamilyCase] = {
+    **LLAMA_CASES,
     **MISTRAL_CASES,
     **QWEN_CASES,
     **SMOLLM_CASES,

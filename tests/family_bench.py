@@ -160,19 +160,14 @@ def _with_stacked_experts(tensors: Tensors) -> Tensors:
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    add: Callable[[str, Any], None]
-    match value:
-        case bool():
-            add = writer.add_bool
-        case int():
-            add = writer.add_uint32
-        case float():
-            add = writer.add_float32
-        case str():
-            add = writer.add_string
-        case _:
-            add = writer.add_array
-    add(key, value)
+    by_type: dict[type, Callable[[str, Any], None]] = {
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        str: writer.add_string,
+    }
+    kind = next((kind for kind in by_type if isinstance(value, kind)), None)
+    (writer.add_array if kind is None else by_type[kind])(key, value)
 
 
 def paired(values: np.ndarray, num_heads: int) -> np.ndarray:

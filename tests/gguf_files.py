@@ -20,7 +20,7 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.constants import TokenType
 
 from jaxinfer.loading import CheckpointError, open_checkpoint
-from jaxinfer.loading.token_bytes import byte_alphabet
+from jaxinfer.loading.tokenizers.token_bytes import byte_alphabet
 from jaxinfer.tokenizer import Tokenizer
 
 CHAT_TEMPLATE = (

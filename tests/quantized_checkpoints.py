@@ -74,11 +74,13 @@ def awq(w: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, np.ndarray]:
     }, true
 
 
-def gptq(bits: int, has_zeros: bool, version: int, act_order: bool) -> Packer:
+def gptq(bits: int, has_zeros: bool, version: int, act_order: bool, group: int = GROUP) -> Packer:
+    """`group` -1: all inputs."""
+
     def pack(w: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, np.ndarray]:
-        g_idx = np.arange(w.shape[1]) // GROUP
+        g_idx = np.arange(w.shape[1]) // (w.shape[1] if group == -1 else group)
         g_idx = rng.permutation(g_idx) if act_order else g_idx
-        q, scales, zeros, true = integers(w, bits, GROUP, has_zeros, g_idx)
+        q, scales, zeros, true = integers(w, bits, group, has_zeros, g_idx)
         # A zero point of 0 cannot be stored less one.
         if version == 1:
             assert zeros.min() > 0
@@ -87,23 +89,39 @@ def gptq(bits: int, has_zeros: bool, version: int, act_order: bool) -> Packer:
             "qzeros": int32_words(zeros.T - (version == 1), bits),
             "scales": np.ascontiguousarray(scales.T),
             "g_idx": g_idx.astype(np.int32),
+            "bias": np.zeros(len(w), np.float16),  # which AutoGPTQ writes, whatever the model has
         }, true
 
     return pack
 
 
-def plain(dtype: str, shape: str, input_scale: float | None = None) -> Packer:
-    """8 bits with a scale a row or a tensor."""
+SCALES = ("weight_scale", "input_scale")
+
+
+def plain(
+    dtype: str,
+    shape: str,
+    input_scale: float | None = None,
+    names: tuple[str, str] = SCALES,
+    scale_dtype: Any = np.float32,
+) -> Packer:
+    """8 bits with a scale a row or a tensor; `names` of the scales of the weight and of x."""
 
     def pack(w: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, np.ndarray]:
         top = 127 if dtype == "int8" else 448
         tops = abs(w).max(axis=1, keepdims=True) if shape == "row" else abs(w).max()
-        scale = np.asarray(tops / top, np.float32)
-        scaled = (w / scale).astype(np.float32)
+        scale = np.asarray(np.asarray(tops / top, scale_dtype), np.float64)
+        scaled = np.clip(w / scale, -top, top).astype(np.float32)
         q = np.rint(scaled).astype(np.int8) if dtype == "int8" else scaled.astype(FLOAT8)
-        tensors = {"weight": q, "weight_scale": scale if shape == "row" else scale.reshape(1)}
+        # A scalar where transformers writes it, else a list of one.
+        shape_of_one = (1,) if names is SCALES else ()
+        stored = scale.astype(scale_dtype)
+        tensors = {
+            "weight": q,
+            names[0]: stored if shape == "row" else stored.reshape(shape_of_one),
+        }
         if input_scale is not None:
-            tensors["input_scale"] = np.full(1, input_scale, np.float32)
+            tensors[names[1]] = np.full(shape_of_one, input_scale, np.float32)
         return tensors, q.astype(np.float64) * scale
 
     return pack
@@ -128,7 +146,7 @@ def packed(bits: int, has_zeros: bool, act_order: bool = False) -> Packer:
     return pack
 
 
-def blocks(rows: int, columns: int) -> Packer:
+def blocks(rows: int, columns: int, name: str = "weight_scale_inv") -> Packer:
     """float8 with a scale for each block, those at the edges cut."""
 
     def pack(w: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, np.ndarray]:
@@ -141,7 +159,7 @@ def blocks(rows: int, columns: int) -> Packer:
                 scales[i, j] = abs(w[block]).max() / 448
                 q[block] = (w[block] / scales[i, j]).astype(FLOAT8)
                 true[block] = q[block].astype(np.float64) * scales[i, j]
-        return {"weight": q, "weight_scale_inv": scales}, true
+        return {"weight": q, name: scales}, true
 
     return pack
 
@@ -149,11 +167,11 @@ def blocks(rows: int, columns: int) -> Packer:
 FLOAT8 = ml_dtypes.float8_e4m3fn
 
 
-def _gptq(bits: int, version: int, act_order: bool = False) -> dict[str, Any]:
+def _gptq(bits: int, version: int, act_order: bool = False, group: int = GROUP) -> dict[str, Any]:
     return {
         "quant_method": "gptq",
         "bits": bits,
-        "group_size": GROUP,
+        "group_size": group,
         "desc_act": act_order,
         "checkpoint_format": "gptq" if version == 1 else "gptq_v2",
     }
@@ -190,6 +208,9 @@ QUANTIZATIONS: dict[str, Quantization] = {
     "gptq": Quantization(_gptq(4, 1), gptq(4, False, 1, False)),
     "gptq zeros, second format": Quantization(_gptq(4, 2), gptq(4, True, 2, False)),
     "gptq 8 bits": Quantization(_gptq(8, 1), gptq(8, False, 1, False)),
+    "gptq, a group of all inputs": Quantization(
+        _gptq(4, 1, group=-1), gptq(4, False, 1, False, group=-1)
+    ),
     "gptq act-order": Quantization(_gptq(4, 1, True), gptq(4, False, 1, True)),
     "compressed int4": Quantization(
         compressed("pack-quantized", _scheme("int", "group", 4, group_size=GROUP)), packed(4, False)
@@ -210,6 +231,14 @@ QUANTIZATIONS: dict[str, Quantization] = {
     "blocks of float8": Quantization(
         {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [48, 64]}, blocks(48, 64)
     ),
+    "compressed blocks of float8": Quantization(
+        compressed(
+            "float-quantized",
+            _scheme("float", "block", block_structure=[48, 64]),
+            _scheme("float", "group", group_size=64, dynamic=True),
+        ),
+        blocks(48, 64, "weight_scale"),
+    ),
     "w8a8 int8": Quantization(
         compressed("int-quantized", _scheme("int", "channel"), _scheme("int", **_BY_TOKEN)),
         plain("int8", "row"),
@@ -217,12 +246,17 @@ QUANTIZATIONS: dict[str, Quantization] = {
     ),
     "w8a8 float8": Quantization(
         compressed("float-quantized", _scheme("float", "channel"), _scheme("float", **_BY_TOKEN)),
-        plain("float8", "row"),
+        plain("float8", "row", scale_dtype=ml_dtypes.bfloat16),
         "float8_e4m3fn",
     ),
     "w8a8 float8 static": Quantization(
         {"quant_method": "fp8", "activation_scheme": "static"},
         plain("float8", "tensor", input_scale=0.05),
+        "float8_e4m3fn",
+    ),
+    "w8a8 float8 of transformers": Quantization(
+        {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
+        plain("float8", "tensor", 0.05, ("weight_scale_inv", "activation_scale")),
         "float8_e4m3fn",
     ),
 }

@@ -8,7 +8,7 @@ import running
 from tiny_encoder import DIM, MAX_LEN, checkpoint, texts_of_lengths, tiny_embedder, write_encoder
 
 from jaxinfer import LLM, CheckpointError, ConfigError, InvalidRequestError
-from jaxinfer.embedding.sentences import encode_text, finished
+from jaxinfer.embedding.sentences import encode_text, finished, truncated
 from jaxinfer.llm import load_engine
 
 LENGTHS = (7, 48, 16, 3, 20, 17, 5, 33, 2, 12, 40)
@@ -128,6 +128,21 @@ def test_a_texts_own_special_tokens_do_not_mislead_the_cut(embedder):
     text = "[SEP] [CLS] " * 40
     cut = encode_text(embedder, text, truncate=True)
     assert len(cut) == MAX_LEN and cut[:3] == [2, 3, 2] and cut[-1] == 3
+
+
+@pytest.mark.parametrize(
+    ("ids", "bare", "max_len", "wanted"),
+    [
+        ([2, 5, 6, 7, 3], [5, 6, 7], 4, [2, 5, 6, 3]),
+        ([2, 5, 6, 7, 3], [5, 6, 7], 2, [2, 3]),
+        ([2, 5, 6, 7, 3], [5, 6, 7], 1, [3]),
+        ([2, 9, 7, 3], [5, 7], 3, [2, 9, 3]),  # the first word became another token
+        ([2, 9, 7], [5, 7], 2, [2, 9]),
+    ],
+)
+def test_a_cut_text_keeps_the_special_token_at_its_end(ids, bare, max_len, wanted):
+    empty = [2, 3] if ids[-1] == 3 else [2]
+    assert truncated(ids, bare, empty, max_len) == wanted
 
 
 def test_prompts_by_name(embedder):

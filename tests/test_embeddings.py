@@ -6,8 +6,10 @@ import asyncio
 import base64
 import contextlib
 import json
+import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,8 @@ from tiny_server import Brake, tiny_engine
 from jaxinfer.embedding.sentences import encode_text, finished
 from jaxinfer.serving import AsyncClient, Client, RpcError
 from jaxinfer.serving.auth import ApiKeys
+from jaxinfer.serving.errors import ServiceError
+from jaxinfer.serving.generation import EmbeddingRequest
 
 TEXTS = ["the cat sat on the mat", "a dog!", "query: cat"]
 LONG = "the cat " * 40
@@ -257,6 +261,8 @@ def test_a_deadline_and_a_full_queue(embedder, brake):
         async with doors(embedder, max_waiting_texts=2) as both:
             too_many = {"input": ["a"] * 7}  # max_rows is 4
             assert await refused(both, "http", **too_many) == (INVALID[0], "input")
+            said = (await post(both, **too_many)).json()["error"]["message"]
+            assert said == "the request has 7 texts; this server takes on 6 at once"
             brake.hold()
             waiting = asyncio.create_task(grpc_of(both).embed(["a"] * 4))
             while both.service.loop.num_streams < 4:
@@ -264,18 +270,73 @@ def test_a_deadline_and_a_full_queue(embedder, brake):
             reply = await post(both, input=["a"] * 3)
             assert reply.status_code == 429 and reply.headers["retry-after"]
             assert "max_waiting_texts" in reply.json()["error"]["message"]
+            assert "4 texts are under way" in reply.json()["error"]["message"]
             assert (await refused(both, "grpc", input=["a"] * 3))[0] == "RESOURCE_EXHAUSTED"
             for door, kind in (("http", "timeout_error"), ("grpc", "DEADLINE_EXCEEDED")):
-                assert (await refused(both, door, input="a", timeout_s=0.05))[0] == kind
+                assert (await refused(both, door, input="a", timeout_s=0.3))[0] == kind
+            while both.service.loop.num_streams > 4:  # the client's own deadline rang first
+                await asyncio.sleep(0.005)
             text = (await http_of(both).get("/metrics")).text
             for door in ("http", "grpc"):  # counted once, as requests that were taken
-                assert f'requests_total{{door="{door}",outcome="deadline"}} 1.0' in text
+                ends = "deadline" if door == "http" else "deadline|cancelled"
+                assert re.search(f'requests_total{{door="{door}",outcome="({ends})"}} 1.0', text)
                 assert f'requests_refused_total{{door="{door}",kind="deadline"}}' not in text
                 assert f'requests_refused_total{{door="{door}",kind="overloaded"}} 1.0' in text
             brake.release()
             assert (await waiting).vectors.shape == (4, DIM)
 
     run(main())
+
+
+def test_more_tokens_than_may_ever_wait_are_no_matter_of_trying_again(embedder):
+    async def main():
+        async with doors(embedder, max_waiting_tokens=9) as both:
+            for door, kind in (("http", INVALID[0]), ("grpc", INVALID[1])):
+                assert await refused(both, door, input=["the cat"] * 3) == (kind, "input")
+            reply = await post(both, input=["the cat"] * 3)
+            assert "12 tokens together" in reply.json()["error"]["message"]
+            assert (await post(both, input=["the cat"] * 2)).status_code == 200
+            assert (
+                await post(both, input="the cat " * 10)
+            ).status_code == 200  # one alone is taken
+
+    run(main())
+
+
+def test_many_short_texts_leave_the_event_loop_to_others(embedder, brake, monkeypatch):
+    encode, threads, turns = embedder.tokenizer.encode, set(), []
+
+    def watched(text, **kwargs):
+        threads.add(threading.current_thread())
+        return encode(text, **kwargs)
+
+    async def main():
+        async with doors(embedder, max_waiting_texts=130) as both:  # 134 with those that run
+            loop, has_ended = both.service.loop, False
+
+            async def others() -> None:
+                while not has_ended:
+                    turns.append(loop.num_streams)
+                    if 0 < turns[-1] < 134:  # the places of those to come are not free
+                        with pytest.raises(ServiceError, match="134 texts are under way"):
+                            loop.check_room()
+                    await asyncio.sleep(0)
+
+            brake.hold()
+            monkeypatch.setattr(embedder.tokenizer, "encode", watched)
+            asked = asyncio.create_task(both.service.embed(EmbeddingRequest(["a"] * 134)))
+            watching = asyncio.create_task(others())
+            while loop.num_streams < 134:
+                await asyncio.sleep(0.001)
+            has_ended = True
+            await watching
+            brake.release()
+            assert (await asked).vectors.shape == (134, DIM)
+            loop.check_room(134)  # and all places are back
+
+    run(main())
+    assert threading.main_thread() not in threads and len(threads) == 1
+    assert {64, 128} <= set(turns)
 
 
 def test_keys_metrics_and_what_is_told_of_the_model(embedder):
@@ -301,12 +362,18 @@ def test_keys_metrics_and_what_is_told_of_the_model(embedder):
     run(main())
 
 
-def test_a_process_serves_a_directory_of_an_encoder(embedder):
+def test_a_process_serves_a_directory_of_an_encoder(embedder, tmp_path):
     wanted = vectors_of(embedder, TEXTS)
     command = [sys.executable, "scripts/serve.py", f"--model={checkpoint()}", "--http_port=0"]
     command += ["--grpc_port=0", "--set=bucket_growth=3", "--set=scheduler.max_rows=1"]
     root = Path(__file__).parent.parent
-    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=root, text=True) as server:
+    log = tmp_path / "log"
+    with (
+        log.open("w") as stderr,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=stderr, cwd=root, text=True
+        ) as server,
+    ):
         try:
             assert server.stdout is not None
             about = json.loads(server.stdout.readline())
@@ -320,5 +387,8 @@ def test_a_process_serves_a_directory_of_an_encoder(embedder):
                 assert np.abs(np.array([d.embedding for d in data]) - wanted).max() < 1e-5
             server.terminate()
             assert server.wait(30) == 0
+            assert "tiny: 24,352 parameters, 0.1 MB, 4.00 bytes each; computed as float32" in (
+                log.read_text()
+            )
         finally:
             server.kill()

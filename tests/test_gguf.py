@@ -164,7 +164,7 @@ def test_the_demo_model_opens_fast():
     assert checkpoint.tensors["token_embd.weight"].dtype == "Q8_0"
     assert checkpoint.tensors["blk.0.attn_k.weight"].shape == (192, 576)
     assert checkpoint.metadata["llama.block_count"] == 30
-    assert checkpoint.generation.eos_token_ids == (2,)
+    assert checkpoint.generation.eos_token_ids == (2, 0)
 
 
 def write_shards(folder: Path, count: int) -> list[Path]:

@@ -375,7 +375,7 @@ def test_a_hub_model_is_fetched_without_pickles_and_keeps_its_name(model, monkey
     checkpoint = open_checkpoint("org/name")
     assert checkpoint.name == "org/name"
     assert asked["hub_id"] == "org/name"
-    assert asked["allow_patterns"] == ["*.json", "*.safetensors", "*.jinja"]
+    assert asked["allow_patterns"] == hub.ALLOW_PATTERNS and "*.bin" not in hub.ALLOW_PATTERNS
 
 
 def test_an_unreachable_hub_is_said_so_with_what_works_offline(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,8 @@ def test_generation_defaults_say_which_ids_end_an_answer(tmp_path):
 
 def test_tokens_of_the_config_are_added_as_it_describes_them(tmp_path):
     listed = {
-        "266": {"content": "<tool>", "special": False},
-        "267": {"content": "<think>", "special": True},
+        "267": {"content": "<tool>", "special": False},
+        "268": {"content": "<think>", "special": True},
     }
     tokenizer = tokenizer_of(
         tmp_path,
@@ -80,6 +81,32 @@ def test_tokens_of_the_config_are_added_as_it_describes_them(tmp_path):
     assert sorted(ids) == [1, size, size + 1, size + 2, size + 3]
     assert tokenizer.decode(ids) == "<tool>"
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
+
+
+@pytest.mark.parametrize("first", [266, 267, 300])
+def test_ids_of_added_tokens_that_are_not_those_stated_are_warned_of(first, tmp_path, caplog):
+    tokens = [f"<extra {i}>" for i in range(8)]
+    listed = {str(first + i): {"content": token} for i, token in enumerate(tokens)}
+    with caplog.at_level("WARNING"):
+        tokenizer = tokenizer_of(tmp_path, backend(), added_tokens_decoder=listed)
+    assert [tokenizer.token_to_id(token) for token in tokens] == list(range(267, 275))
+    if first == 267:
+        assert not caplog.records
+    else:
+        assert f"'<extra 0>' has id 267, not {first}; " in caplog.text
+        assert "; and 3 more" in caplog.text
+
+
+@pytest.mark.parametrize("key", ["added_tokens_decoder", "additional_special_tokens"])
+def test_many_added_tokens_are_added_in_little_time(key, tmp_path):
+    tokens = [f"<extra {i}>" for i in range(8000)]
+    listed = {str(267 + i): {"content": token} for i, token in enumerate(tokens)}
+    config: dict[str, Any] = {key: listed if key == "added_tokens_decoder" else tokens}
+    write_model(tmp_path, backend(), **config)
+    started = time.perf_counter()
+    tokenizer = open_checkpoint(tmp_path).tokenizer()
+    assert time.perf_counter() - started < 4  # one by one, 15 s
+    assert tokenizer.encode(tokens[-1]) == [267 + 7999]
 
 
 @pytest.mark.parametrize("with_bos", [False, True])

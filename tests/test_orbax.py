@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -17,9 +18,9 @@ from family_bench import make_tensors, recorded, write_gguf, write_huggingface
 from family_groups import GROUPS
 from gguf_files import BYTE_TOKENS, add_byte_vocabulary, finish, new_writer
 from quantized_checkpoints import write_quantized
-from tiny_checkpoints import write_checkpoint
+from tiny_checkpoints import write_checkpoint, write_safetensors
 
-from jaxinfer.kernels.quantized_matmul import quantize
+from jaxinfer.kernels.quantized_matmul import QuantArray, quantize
 from jaxinfer.loading import CheckpointError, open_checkpoint
 from jaxinfer.loading.assign import functional_model, load_weights
 from jaxinfer.loading.checkpoint import Checkpoint
@@ -212,6 +213,43 @@ def test_plain_parameters_come_back_in_the_type_that_is_asked_for(converted):
     for a, b in zip(stored, cast, strict=True):
         assert b.dtype == jnp.bfloat16
         np.testing.assert_array_equal(np.asarray(a.astype(jnp.bfloat16)), np.asarray(b))
+
+
+def test_a_type_too_narrow_for_stored_numbers_is_refused(tmp_path):
+    source = write_checkpoint("mqa", tmp_path / "source")
+    tensors = dict(open_checkpoint(source).tensors)
+    values = {name: tensor.read().copy() for name, tensor in tensors.items()}
+    values["model.layers.0.mlp.down_proj.weight"][0, 0] = 1e6
+    write_safetensors(source / "model.safetensors", values)
+    convert(source, tmp_path / "output", "bfloat16")
+    restore(tmp_path / "output", "float32")
+    with pytest.raises(CheckpointError, match=r"blocks\.0\.mlp\.down\.weight.*as float16.*narrow"):
+        restore(tmp_path / "output", "float16")
+
+
+def test_scales_that_are_not_finite_are_refused(tmp_path):
+    checkpoint = open_checkpoint(write_checkpoint("mqa", tmp_path / "source"))
+    model = functional_model(checkpoint, Numerics())
+    weights = list(quantize_weights(model, load_weights(checkpoint, model), "int8"))
+    i = next(i for i, weight in enumerate(weights) if isinstance(weight, QuantArray))
+    bad: Any = weights[i]
+    weights[i] = dataclasses.replace(bad, scales=bad.scales.at[0, 1].set(np.nan))
+    write_converted(checkpoint, model, tuple(weights), tmp_path / "output", quantization="int8")
+    with pytest.raises(CheckpointError, match="holds values that are NaN or infinite as float32"):
+        load_weights(open_checkpoint(tmp_path / "output"), model, keep_packed=True)
+
+
+def test_float16_scales_come_back_wide_on_a_tpu(tmp_path, monkeypatch):
+    checkpoint = open_checkpoint(write_checkpoint("mqa", tmp_path / "source"))
+    model = functional_model(checkpoint, Numerics())
+    weights = quantize_weights(model, load_weights(checkpoint, model), "int4")
+    write_converted(checkpoint, model, weights, tmp_path / "output", quantization="int4")
+    monkeypatch.setattr("jaxinfer.loading.packing.platform", lambda: "tpu")
+    restored = load_weights(open_checkpoint(tmp_path / "output"), model, keep_packed=True)
+    for before, after in zip(weights, restored, strict=True):
+        if isinstance(before, QuantArray) and isinstance(after, QuantArray):
+            assert before.scales.dtype == "float16" and after.scales.dtype == "float32"
+            np.testing.assert_array_equal(np.asarray(before.scales), np.asarray(after.scales))
 
 
 def test_an_engine_answers_as_with_the_original(converted, tmp_path):

@@ -12,10 +12,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from family_bench import make_tensors, recorded, write_huggingface
+from family_groups import GROUPS
 
-from jaxinfer.loading import CheckpointError
+from jaxinfer.loading import CheckpointError, open_checkpoint
+from jaxinfer.loading.assign import functional_model, load_weights
 from jaxinfer.loading.checkpoint import aligned_empty, is_aligned
 from jaxinfer.loading.placement import Piece, copy_finite, place
+from jaxinfer.nn.layers import Numerics
 
 FLOAT32 = np.dtype(np.float32)
 SCRIPT = Path(__file__).parent / "eight_devices.py"
@@ -85,6 +89,18 @@ def test_a_view_of_a_file_is_copied_and_a_new_array_is_kept():
     copied = place((4, 4), FLOAT32, [Piece("w", None, lambda: mapped)])
     assert kept.unsafe_buffer_pointer() == fresh.ctypes.data
     assert copied.unsafe_buffer_pointer() != mapped.ctypes.data
+
+
+def test_two_tensors_of_one_parameter_are_both_named(tmp_path):
+    """Files may store GPT-2 with the prefix `transformer.` or without; not with both."""
+    case = GROUPS["gpt"]["gpt2"]
+    tensors = make_tensors(recorded("gpt")["gpt2"]["shapes"], case.seed)
+    bare = next(name for name in tensors if name.removeprefix("transformer.") == "wte.weight")
+    other = "wte.weight" if bare != "wte.weight" else "transformer.wte.weight"
+    tensors[other] = tensors[bare].copy()
+    checkpoint = open_checkpoint(write_huggingface(case, tensors, tmp_path))
+    with pytest.raises(CheckpointError, match=r"wte\.weight and .*wte\.weight are both the same"):
+        load_weights(checkpoint, functional_model(checkpoint, Numerics()))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 1e30])

@@ -168,8 +168,8 @@ def test_only_every_nth_layer_may_have_experts():
         ({"scoring_func": "softmax"}, "scoring_func is 'softmax', and this build knows 'sigmoid'"),
         ({"topk_method": "greedy"}, "topk_method is 'greedy'; deepseek_v3 has 'noaux_tc'"),
         ({"n_group": 7}, "256 experts do not make 7 groups"),
-        ({"kv_lora_rank": None}, "config.json lacks a whole number for kv_lora_rank"),
-        ({"qk_rope_head_dim": 0}, "rope_dim is 0; it must be a whole number of at least 1"),
+        ({"kv_lora_rank": None}, "kv_lora_rank is None; it must be a whole number"),
+        ({"qk_rope_head_dim": 0}, "qk_rope_head_dim is 0; it must be a whole number of at least 1"),
         ({"qk_rope_head_dim": 63}, "rope.dim is 63; it must be even"),
         ({"index_topk": 2048}, "index_topk is 2048"),
         ({"mlp_bias": True}, "mlp_bias is True"),
@@ -192,6 +192,11 @@ def test_a_gguf_file_with_unknown_keys_or_gates_is_refused():
     keys |= {"attention.layer_norm_rms_epsilon": 1e-6, "vocab_size": 160, "expert_used_count": 2}
     keys |= {"feed_forward_length": 48, "expert_feed_forward_length": 16}
     metadata = {f"deepseek2.{key}": value for key, value in keys.items()}
+    old_v3 = {"deepseek2.expert_gating_func": 2, "deepseek2.expert_count": 256}
+    experts = config_from_gguf(metadata | old_v3, {}).layers[-1].experts
+    router = experts and experts.router
+    assert router
+    assert (router.num_groups, router.groups_per_token) == (8, 4), "files do not say, at first"
     with pytest.raises(ValueError, match="expert_gating_func is 3"):
         config_from_gguf(metadata, {})
     with pytest.raises(ValueError, match=r"sets deepseek2\.attention\.sliding_window"):

@@ -14,7 +14,7 @@ import pytest
 from jaxinfer.models import HF_FAMILIES
 from jaxinfer.models.functional import FunctionalModel
 from jaxinfer.nn.layers import Numerics
-from jaxinfer.nn.rope import Linear, LongRope, Rope, Yarn
+from jaxinfer.nn.rope import Linear, Llama3, LongRope, Rope, Yarn
 
 GELU = "gelu_pytorch_tanh"
 
@@ -43,12 +43,15 @@ def published(
 MISTRAL = {"model_type": "mistral", "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
 QWEN2 = {"model_type": "qwen2", "rms_norm_eps": 1e-6, "use_sliding_window": False}
 QWEN3 = {"model_type": "qwen3", "head_dim": 128, "attention_bias": False, "max_window_layers": 36}
+QWEN3 |= {"max_position_embeddings": 40960, "rms_norm_eps": 1e-6}
+LLAMA3 = {"model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "mlp_bias": False}
 GEMMA2 = {
     "model_type": "gemma2",
     "hidden_act": GELU,
     "hidden_activation": GELU,
     "head_dim": 256,
     "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0,
     "sliding_window": 4096,
     "attn_logit_softcapping": 50.0,
@@ -66,7 +69,56 @@ NO_CAPS = {"attention_soft_cap": None, "logits_soft_cap": None}
 OLMO2 = {"rms_norm_eps": 1e-6, "rope_theta": 500000, "tie_word_embeddings": False}
 AFTER = {"norms": "after", "qk_norm": "all"}
 
+
+def llama3(factor: float) -> dict[str, Any]:
+    """config.json's `rope_scaling` of Llama 3.1 and later."""
+    return {
+        "factor": factor,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    }
+
+
+def gemma3(**text: Any) -> dict[str, Any]:
+    """The published file of a Gemma 3 with images: of the text it says what is not the default."""
+    return {
+        "model_type": "gemma3",
+        "image_token_index": 262144,
+        "mm_tokens_per_image": 256,
+        "vision_config": {"model_type": "siglip_vision_model"},
+        "text_config": {
+            "model_type": "gemma3_text",
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": 1024,
+            **text,
+        },
+    }
+
+
+GEMMA3_ROPES = [Rope(1e4, 256)] * 5 + [Rope(1e6, 256, Linear(8.0))]
+OF_GEMMA3 = {
+    **{"vocab_size": 262_208, "max_len": 131_072, "norm_eps": 1e-6, "qk_norm": "head"},
+    **{"windows": (1024, 1024, 1024, 1024, 1024, None)} | NO_CAPS,
+}
 PUBLISHED = {
+    "Llama-3.1-8B": published(
+        8_030_261_248,
+        LLAMA3
+        | shape(128256, 4096, 14336, 32, 32, 8, rope_scaling=llama3(8.0))
+        | {"max_position_embeddings": 131072, "tie_word_embeddings": False},
+        Rope(500000.0, 128, Llama3(8.0, 1.0, 4.0, 8192)),
+        is_tied=False,
+    ),
+    "Llama-3.2-1B": published(
+        1_235_814_400,
+        LLAMA3
+        | shape(128256, 2048, 8192, 16, 32, 8, head_dim=64, rope_scaling=llama3(32.0))
+        | {"max_position_embeddings": 131072, "tie_word_embeddings": True},
+        Rope(500000.0, 64, Llama3(32.0, 1.0, 4.0, 8192)),
+        is_tied=True,
+    ),
     "Mistral-7B-v0.1": published(
         7_241_732_096,
         MISTRAL
@@ -79,20 +131,24 @@ PUBLISHED = {
     ),
     "Mistral-7B-v0.3": published(
         7_248_023_552,
-        MISTRAL | shape(32768, 4096, 14336, 32, 32, 8, sliding_window=None, rope_theta=1e6),
+        MISTRAL
+        | shape(32768, 4096, 14336, 32, 32, 8, sliding_window=None, rope_theta=1e6)
+        | {"max_position_embeddings": 32768},
         Rope(1e6, 128),
     ),
     "Mistral-Nemo-2407": published(
         12_247_782_400,
         MISTRAL
-        | shape(131072, 5120, 14336, 40, 32, 8, sliding_window=None, rope_theta=1e6, head_dim=128),
+        | shape(131072, 5120, 14336, 40, 32, 8, sliding_window=None, rope_theta=1e6, head_dim=128)
+        | {"max_position_embeddings": 131072},
         Rope(1e6, 128),
         head_dim=128,
     ),
     "Ministral-8B-2410": published(
         8_019_808_256,
         MISTRAL
-        | shape(131072, 4096, 12288, 36, 32, 8, sliding_window=32768, rope_theta=1e8, head_dim=128),
+        | shape(131072, 4096, 12288, 36, 32, 8, sliding_window=32768, rope_theta=1e8, head_dim=128)
+        | {"max_position_embeddings": 32768},
         Rope(1e8, 128),
         windows=(32768,),
     ),
@@ -102,7 +158,7 @@ PUBLISHED = {
         | {
             "text_config": MISTRAL
             | shape(131072, 5120, 32768, 40, 32, 8, sliding_window=None, rope_theta=1e9)
-            | {"head_dim": 128}
+            | {"head_dim": 128, "max_position_embeddings": 131072}
         },
         Rope(1e9, 128),
     ),
@@ -120,7 +176,7 @@ PUBLISHED = {
         7_615_616_512,
         QWEN2
         | shape(152064, 3584, 18944, 28, 28, 4, sliding_window=131072, max_window_layers=28)
-        | {"tie_word_embeddings": False, "rope_theta": 1e6},
+        | {"tie_word_embeddings": False, "rope_theta": 1e6, "max_position_embeddings": 131072},
         Rope(1e6, 128),
         is_tied=False,
     ),
@@ -142,7 +198,7 @@ PUBLISHED = {
     "SmolLM3-3B": published(
         3_075_098_624,
         {"model_type": "smollm3", "no_rope_layers": [1, 1, 1, 0] * 9, "rope_theta": 5e6}
-        | shape(128256, 2048, 11008, 36, 16, 4, max_position_embeddings=65536)
+        | shape(128256, 2048, 11008, 36, 16, 4, max_position_embeddings=65536, rms_norm_eps=1e-6)
         | {"layer_types": ["full_attention"] * 36, "use_sliding_window": False},
         *(Rope(5e6, 128), Rope(5e6, 128), Rope(5e6, 128), None),
         is_tied=True,
@@ -150,7 +206,8 @@ PUBLISHED = {
     "gemma-2b": published(
         2_506_172_416,
         {"model_type": "gemma", "head_dim": 256, "hidden_act": "gelu", "rope_theta": 10000.0}
-        | shape(256000, 2048, 16384, 18, 8, 1, hidden_activation=None),
+        | shape(256000, 2048, 16384, 18, 8, 1, hidden_activation=None)
+        | {"max_position_embeddings": 8192, "rms_norm_eps": 1e-6},
         Rope(10000.0, 256),
         activation=GELU,
         norm_offset=1.0,
@@ -180,37 +237,59 @@ PUBLISHED = {
         {"model_type": "gemma3_text", "head_dim": 256, "hidden_activation": GELU}
         | shape(262144, 1152, 6912, 26, 4, 1, rope_theta=1_000_000, rope_local_base_freq=10_000)
         | {"query_pre_attn_scalar": 256, "sliding_window": 512, "sliding_window_pattern": 6}
-        | {"attn_logit_softcapping": None, "final_logit_softcapping": None, "rope_scaling": None},
+        | {"attn_logit_softcapping": None, "final_logit_softcapping": None, "rope_scaling": None}
+        | {"max_position_embeddings": 32768, "rms_norm_eps": 1e-6},
         *[Rope(1e4, 256)] * 5,
         Rope(1e6, 256),
         windows=(512, 512, 512, 512, 512, None, 512),
         qk_norm="head",
         **NO_CAPS,
     ),
+    "gemma-3-270m": published(
+        268_098_176,
+        {"model_type": "gemma3_text", "head_dim": 256, "hidden_activation": GELU}
+        | shape(262144, 640, 2048, 18, 4, 1, rope_theta=1e6, rope_local_base_freq=1e4)
+        | {"layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 3}
+        | {"query_pre_attn_scalar": 256, "sliding_window": 512, "rope_scaling": None}
+        | {"max_position_embeddings": 32768, "rms_norm_eps": 1e-6},
+        *[Rope(1e4, 256)] * 5,
+        Rope(1e6, 256),
+        windows=(512, 512, 512, 512, 512, None, 512),
+        attention_scale=1 / 16,
+        **NO_CAPS,
+    ),
     "gemma-3-4b": published(
         3_880_263_168,
-        {"model_type": "gemma3", "image_token_index": 262144, "mm_tokens_per_image": 256}
-        | {"vision_config": {"model_type": "siglip_vision_model"}}
-        | {
-            "text_config": {  # all that the published file says
-                "hidden_size": 2560,
-                "intermediate_size": 10240,
-                "model_type": "gemma3_text",
-                "num_hidden_layers": 34,
-                "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
-                "sliding_window": 1024,
-            }
-        },
-        *[Rope(1e4, 256)] * 5,
-        Rope(1e6, 256, Linear(8.0)),
-        windows=(1024, 1024, 1024, 1024, 1024, None),
-        vocab_size=262_208,
-        max_len=131_072,
-        **NO_CAPS,
+        gemma3(hidden_size=2560, intermediate_size=10240, num_hidden_layers=34),
+        *GEMMA3_ROPES,
+        **OF_GEMMA3,
+    ),
+    "gemma-3-12b": published(
+        11_766_034_176,
+        gemma3(
+            **{"hidden_size": 3840, "intermediate_size": 15360, "num_hidden_layers": 48},
+            **{"num_attention_heads": 16, "num_key_value_heads": 8},
+        ),
+        *GEMMA3_ROPES,
+        attention_scale=1 / 16,
+        **OF_GEMMA3,
+    ),
+    "gemma-3-27b": published(
+        27_009_346_304,
+        gemma3(
+            **{"hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 62},
+            **{"num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128},
+            query_pre_attn_scalar=168,
+        ),
+        *(dataclasses.replace(rope, dim=128) for rope in GEMMA3_ROPES),
+        attention_scale=168**-0.5,
+        **OF_GEMMA3,
     ),
     "Phi-3-mini-4k": published(
         3_821_079_552,
-        PHI3 | shape(32064, 3072, 8192, 32, 32, 32, sliding_window=2047, rope_scaling=None),
+        PHI3
+        | shape(32064, 3072, 8192, 32, 32, 32, sliding_window=2047, rope_scaling=None)
+        | {"max_position_embeddings": 4096},
         Rope(10000.0, 96),
         windows=(2047,),
     ),
@@ -250,7 +329,10 @@ PUBLISHED = {
     ),
     "OLMo-2-7B": published(
         7_298_617_344,
-        {"model_type": "olmo2"} | OLMO2 | shape(100352, 4096, 11008, 32, 32, 32),
+        {"model_type": "olmo2"}
+        | OLMO2
+        | shape(100352, 4096, 11008, 32, 32, 32)
+        | {"max_position_embeddings": 4096},
         Rope(500000.0, 128),
         **AFTER,
     ),
@@ -279,7 +361,8 @@ PUBLISHED = {
         8_170_864_640,
         {"model_type": "granite", "embedding_multiplier": 12.0, "attention_multiplier": 0.0078125}
         | shape(49159, 4096, 12800, 40, 32, 8, residual_multiplier=0.22, logits_scaling=16.0)
-        | {"rope_theta": 10000000.0, "tie_word_embeddings": True, "rms_norm_eps": 1e-5},
+        | {"rope_theta": 10000000.0, "tie_word_embeddings": True, "rms_norm_eps": 1e-5}
+        | {"max_position_embeddings": 131072},
         Rope(1e7, 128),
         embedding_scale=12.0,
         attention_scale=0.0078125,
@@ -307,5 +390,8 @@ def test_a_published_configuration_is_the_model_it_belongs_to(name):
     config = family.config_from_hf(json, {})
     assert [config.layer(i).rope for i in range(len(ropes))] == list(ropes)
     assert [config.layer(i).window for i in range(len(windows))] == list(windows)
-    assert {name: getattr(config, name) for name in fields} == fields
+    stated = {"norm_eps": "rms_norm_eps", "max_len": "max_position_embeddings"}
+    text = json.get("text_config", json)
+    fields = {name: text[key] for name, key in stated.items() if key in text} | fields
+    assert {name: getattr(config, name) for name in {*stated, *fields}} == fields
     assert num_parameters(family, config) == count

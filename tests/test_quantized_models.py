@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import running
+from family_bench import make_tensors, recorded, write_huggingface
+from family_groups import GROUPS
 from quantized_bench import IDS, relative, tiny_model, tiny_weights
 from quantized_checkpoints import QUANTIZATIONS, TINY
 from tiny_checkpoints import write_checkpoint
 
 from jaxinfer.kernels.quantized_matmul import QuantArray, dequantize, quantize
 from jaxinfer.loading import open_checkpoint
-from jaxinfer.loading.assign import load_weights
+from jaxinfer.loading.assign import functional_model, load_weights
 from jaxinfer.loading.load_report import LoadReport
-from jaxinfer.loading.quantize import RECIPES, quantize_weights
+from jaxinfer.loading.quantize import RECIPES, quantize_parameter, quantize_weights
+from jaxinfer.models.functional import ParameterSpec
+from jaxinfer.nn.layers import Numerics
 from jaxinfer.nn.quantized import Quantized, QuantPair, QuantWeight, project_quantized
 
 
@@ -58,12 +65,24 @@ def test_products_quantize_and_order_their_activations(dtype):
         assert relative(np.asarray(out), expected) < tolerance
 
 
+def only_the_default(devices: list[Any]) -> Any:
+    """`jax.devices` of a process whose JAX_PLATFORMS names an accelerator alone."""
+
+    def found(backend: str | None = None) -> list[Any]:
+        if backend is not None:
+            raise RuntimeError(f"Unknown backend {backend}")
+        return devices
+
+    return found
+
+
 LEAST = {"int8": 1e-4, "int4": 5e-3, "float8": 1e-3, "int8_w8a8": 1e-4, "float8_w8a8": 1e-3}
 MOST = {"int8": 0.02, "int4": 0.25, "float8": 0.15, "int8_w8a8": 0.06, "float8_w8a8": 0.2}
 
 
 @pytest.mark.parametrize("kind", RECIPES)
-def test_a_checkpoint_is_quantized_when_it_is_loaded(kind, tmp_path):
+def test_a_checkpoint_is_quantized_when_it_is_loaded(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "devices", only_the_default(jax.devices()))
     model, checkpoint = tiny_model(), open_checkpoint(write_checkpoint(TINY, tmp_path))
     dense = load_weights(checkpoint, model)
     loaded = load_weights(checkpoint, model, quantize=kind)
@@ -87,6 +106,40 @@ def test_an_embedding_is_quantized_on_request(tmp_path):
     assert isinstance(table, QuantArray)
     expected = running.all_logits(model, dense, IDS)
     assert 1e-4 < relative(running.all_logits(model, weights, IDS), expected) < 0.03
+
+
+def test_experts_are_quantized_matrix_by_matrix(monkeypatch):
+    """Chunks over all experts at once were a column or two wide."""
+    array = np.random.default_rng(0).normal(size=(3, 64, 40)).astype(np.float32)
+    expected = quantize(array, 4, 64, True, scale_dtype=np.float16)
+    shapes = []
+
+    def record(w: np.ndarray, *arguments: Any, **options: Any) -> QuantArray:
+        shapes.append(w.shape)
+        return quantize(w, *arguments, **options)
+
+    monkeypatch.setattr("jaxinfer.loading.quantize.quantize", record)
+    monkeypatch.setattr("jaxinfer.loading.quantize.CHUNK_WEIGHTS", 64 * 8)
+    spec = ParameterSpec("x", array.shape, array.dtype, array.shape, ("expert", "a", "b"), "matrix")
+    found = quantize_parameter(spec, array, RECIPES["int4"])
+    assert shapes == [(64, 32), (64, 8)] * 3
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_experts_whose_activations_stay_as_they_are_are_reported(tmp_path, monkeypatch):
+    lines: list[str] = []
+    keep = lambda report, model, weights: lines.append(report.line(model, weights))
+    monkeypatch.setattr(LoadReport, "log", keep)
+    case = GROUPS["moe"]["mixtral"]
+    tensors = make_tensors(recorded("moe")["mixtral"]["shapes"], case.seed)
+    checkpoint = open_checkpoint(write_huggingface(case, tensors, tmp_path))
+    load_weights(checkpoint, functional_model(checkpoint, Numerics()), quantize="int8_w8a8")
+    assert re.search(
+        r"activations not quantized to int8: blocks\.0\.\S* and \d+ more, because their product",
+        lines[0],
+    )
 
 
 def test_what_is_dequantized_is_reported():

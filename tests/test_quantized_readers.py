@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from gguf import quants
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from quantized_bench import tiny_model
 from quantized_cases import true_weight
 from quantized_checkpoints import (
     QUANTIZATIONS,
@@ -22,12 +24,24 @@ from quantized_checkpoints import (
 from tiny_checkpoints import write_checkpoint, write_safetensors
 
 from jaxinfer.loading import CheckpointError, open_checkpoint
+from jaxinfer.loading.assign import load_weights
+from jaxinfer.loading.checkpoint import StoredTensor
 from jaxinfer.loading.mxfp4 import dequantize_mxfp4, read_mxfp4
-from jaxinfer.loading.packing import Unpackable, pack_parameter
+from jaxinfer.loading.packing import Unpackable, pack_parameter, place_packed
 from jaxinfer.loading.quantized.gguf_blocks import BLOCKS, read_blocks
 from jaxinfer.loading.quantized.rows import QuantRows
-from jaxinfer.models.family import AS_STORED, LINEAR, LINEAR_PAIRED, Transform, every_other, part_of
+from jaxinfer.loading.quantized.scheme import unite
+from jaxinfer.models.family import (
+    AS_STORED,
+    LINEAR,
+    LINEAR_JOINED,
+    LINEAR_PAIRED,
+    Transform,
+    every_other,
+    part_of,
+)
 from jaxinfer.models.functional import ParameterSpec
+from jaxinfer.nn.quantized import QuantPair
 
 FLOAT32 = np.dtype(np.float32)
 # Where the halves of each GGUF type lie in a block.
@@ -105,7 +119,8 @@ def folders(request, tmp_path_factory) -> tuple[str, Path, Path]:
 
 def test_a_layer_of_several_tensors_is_one_weight(folders):
     name, quantized, plain = folders
-    tensors, true = open_checkpoint(quantized).tensors, open_checkpoint(plain).tensors
+    stored, true = open_checkpoint(quantized).tensors, open_checkpoint(plain).tensors
+    tensors = {n: tensor for n, tensor in stored.items() if not n.endswith(".bias")}
     assert set(tensors) == set(true)
     for tensor_name, tensor in tensors.items():
         expected = true[tensor_name].read()
@@ -171,6 +186,35 @@ def test_several_tensors_are_stacked():
         np.testing.assert_array_equal(true_weight(packed[i]), part.dequantize(FLOAT32).T)
 
 
+@pytest.mark.parametrize("has_order", [False, True])
+def test_gate_and_up_in_one_tensor_take_what_it_says_of_activations(has_order):
+    rows = some_rows(8, 48, 32, seed=1)
+    rows = dataclasses.replace(
+        rows,
+        order=np.random.default_rng(0).permutation(32).astype(np.int32) if has_order else None,
+        activation_dtype="int8",
+        input_scale=np.float32(0.5).reshape(()),
+    )
+    weight = spec(2, 32, 24, axes=("half", "model", "mlp"))
+    packed: Any = pack_parameter(weight, [rows], LINEAR_JOINED, weight.dims)
+    assert isinstance(packed, QuantPair)
+    expected = LINEAR_JOINED.read(rows.dequantize(FLOAT32), weight.dims)
+    for half, matrix in zip((packed.gate, packed.up), expected, strict=True):
+        assert (half.activation_dtype, half.x_scale) == ("int8", 0.5)
+        inputs = np.arange(32) if half.order is None else half.order
+        np.testing.assert_array_equal(true_weight(half.weight), matrix[inputs])
+        assert (half.order is not None) == has_order
+
+
+def test_float16_scales_are_wide_on_a_tpu(monkeypatch):
+    rows = some_rows(8, 24, 32, seed=1)
+    packed = pack_parameter(spec(32, 24), [rows], LINEAR, (32, 24))
+    for platform, dtype in (("cpu", "float16"), ("tpu", "float32")):
+        monkeypatch.setattr("jaxinfer.loading.packing.platform", lambda platform=platform: platform)
+        placed = place_packed(packed, spec(32, 24), None)
+        assert placed.scales.dtype == placed.zeros.dtype == dtype and placed.values.dtype == "int8"
+
+
 def test_matrices_stored_inputs_first_and_every_other_output():
     blocks = np.random.default_rng(0).integers(0, 256, (2, 12, 3, 16), np.uint8)
     scales = np.full((2, 12, 3), 120, np.uint8)
@@ -208,6 +252,42 @@ REFUSED = {
         ),
         "input_activations' strategy is 'group'",
     ),
+    "rotations": (
+        {**compressed("int-quantized", {}), "transform_config": {"config_groups": {"R1": {}}}},
+        "transform_config is",
+    ),
+    "quantized outputs": (
+        {
+            **compressed("int-quantized", {}),
+            "config_groups": {"group_0": {"output_activations": {"num_bits": 8}}},
+        },
+        "output_activations is",
+    ),
+    "awq without groups": (
+        {"quant_method": "awq", "bits": 4, "group_size": None},
+        "group_size is None; it must be a whole number",
+    ),
+    "gptq of 4.0 bits": ({"quant_method": "gptq", "bits": 4.0}, "bits is 4.0"),
+    "one number for a block": (
+        {"quant_method": "fp8", "weight_block_size": 5},
+        "weight_block_size is 5; it must be two whole numbers",
+    ),
+    "a list of groups": (
+        {"quant_method": "compressed-tensors", "config_groups": [1]},
+        "config_groups is .1.; it must be an object",
+    ),
+    "no regular expression": (
+        {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {"a": {"targets": ["re:("], "weights": {"num_bits": 4}}},
+        },
+        "targets is .*regular expression",
+    ),
+    "a list for a format": (
+        {"quant_method": "gptq", "bits": 4, "checkpoint_format": ["gptq"]},
+        "checkpoint_format is",
+    ),
 }
 
 
@@ -219,6 +299,64 @@ def test_what_is_not_read_is_refused_by_name_with_the_way_out(name, tmp_path):
     with pytest.raises(CheckpointError, match=message) as error:
         open_checkpoint(folder)
     assert "unquantized" in str(error.value) and "quantize=int8" in str(error.value)
+
+
+def test_a_list_is_no_quantization_config(tmp_path):
+    folder = write_checkpoint("gqa", tmp_path)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": [1]}))
+    with pytest.raises(CheckpointError, match="quantization_config is a JSON list"):
+        open_checkpoint(folder)
+
+
+LAYER = "model.layers.0.mlp.up_proj"
+INT8, FLOAT8 = ("int8 tensors", "float8_e4m3fn tensors")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        (["Linear"], [LAYER], FLOAT8),  # a name is nearer than the class, whatever the order
+        ([LAYER], ["Linear"], INT8),
+        (["Linear"], [r"re:.*mlp\.up"], FLOAT8),  # a pattern matches the start of a name
+        ([r"re:.*up_proj"], [LAYER], FLOAT8),
+        (["Linear"], ["up_proj"], INT8),  # a name is whole
+        (["Linear"], [r"re:mlp"], INT8),
+    ],
+)
+def test_the_nearest_group_is_a_layers(first, second, expected):
+    by_channel = {"strategy": "channel", "num_bits": 8}
+    groups = {
+        "a": {"targets": first, "weights": {"type": "int", **by_channel}},
+        "b": {"targets": second, "weights": {"type": "float", **by_channel}},
+    }
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "naive-quantized",
+        "config_groups": groups,
+    }
+    value, dtype = (np.int8, "I8") if expected == INT8 else (ml_dtypes.float8_e4m3fn, "F8_E4M3")
+    stored = {
+        "weight": StoredTensor("w", (4, 8), dtype, 32, lambda _: np.ones((4, 8), value)),
+        "weight_scale": StoredTensor("s", (4, 1), "F32", 16, lambda _: np.ones((4, 1))),
+        "k_proj.output_scale": StoredTensor("c", (1,), "F32", 4, lambda _: np.ones(1)),
+        "q_scale": StoredTensor("q", (1,), "F32", 4, lambda _: np.ones(1)),
+    }
+    problems: list[str] = []
+    united = unite({f"{LAYER}.{n}": t for n, t in stored.items()}, config, problems)
+    assert not problems
+    assert {name: tensor.dtype for name, tensor in united.items()} == {f"{LAYER}.weight": expected}
+
+
+def test_biases_beside_quantized_weights_are_none_where_they_are_zero(tmp_path):
+    folder, _ = write_quantized("gptq", tmp_path)
+    tensors = {name: tensor.read().copy() for name, tensor in _stored(folder).items()}
+    load_weights(open_checkpoint(folder), tiny_model())
+    name = "model.layers.0.mlp.up_proj.bias"
+    tensors[name][1] = 0.5
+    write_safetensors(folder / "model.safetensors", tensors)
+    with pytest.raises(CheckpointError, match=f"{name}.*belongs to no parameter"):
+        load_weights(open_checkpoint(folder), tiny_model())
 
 
 def test_all_that_is_wrong_with_a_quantized_checkpoint_at_once(tmp_path):

@@ -105,10 +105,11 @@ def test_a_directory_without_weights_says_how_to_run_it_all_the_same(folder, tmp
     assert load_config(overrides=["load_format=random"]) == EngineConfig(load_format="random")
 
 
-def test_a_claim_of_millions_of_layers_is_refused(folder, tmp_path):
-    config = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": 10**7}
+@pytest.mark.parametrize("claim", [1_001, 10**7])
+def test_a_claim_of_too_many_layers_is_refused(claim, folder, tmp_path):
+    config = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": claim}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="10,000,000 layers"):
+    with pytest.raises(CheckpointError, match=f"{claim:,} layers.*1,000"):
         model_of(tmp_path)
 
 

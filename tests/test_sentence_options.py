@@ -1,6 +1,7 @@
 """What a checkpoint says about embedding texts with it: read, or refused by name."""
 
 import dataclasses
+import fnmatch
 import json
 
 import pytest
@@ -11,6 +12,7 @@ from tiny_encoder import FILES
 from jaxinfer import CheckpointError
 from jaxinfer.loading import open_checkpoint
 from jaxinfer.loading.sentence import SentenceOptions, sentence_options
+from jaxinfer.loading.tokenizers import sentencepiece_files
 
 MODULES = FILES["modules.json"]
 DENSE = {"idx": 2, "path": "2_Dense", "type": "sentence_transformers.models.Dense"}
@@ -34,6 +36,11 @@ def options_of(tmp_path):
 
 def pooling(**config):
     return {"1_Pooling/config.json": config}
+
+
+def at(path):
+    """The steps, with the pooling's files somewhere else."""
+    return [MODULES[0], {**MODULES[1], "path": path}]
 
 
 def test_all_files_together(options_of):
@@ -102,6 +109,11 @@ def test_a_default_prompt(options_of):
         ({"modules.json": {"a": 1}}, "no list of steps"),
         ({"modules.json": "{"}, r"modules\.json: cannot be read"),
         ({"modules.json": "[" * 100_000}, r"modules\.json: cannot be read"),
+        ({"modules.json": at(None)}, "path None is no folder inside"),
+        ({"modules.json": at(3)}, "path 3 is no folder inside"),
+        ({"modules.json": at("../other")}, r"path '\.\./other' is no folder inside"),
+        ({"modules.json": at("1_Pooling/../..")}, "is no folder inside"),
+        ({"modules.json": at("/etc")}, "path '/etc' is no folder inside"),
         (pooling(include_prompt=False), "include_prompt"),
         (pooling(pooling_mode="attention"), "attention"),
         (pooling(pooling_mode=3), "3"),
@@ -160,3 +172,8 @@ def test_a_hub_model_is_fetched_with_its_pooling(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     assert sentence_options(open_checkpoint("org/name")).pooling == ("cls",)
     assert asked[1] == ["*_Pooling/config.json"]
+    vocabularies = (*sentencepiece_files.NAMES, "vocab.json", "merges.txt", "vocab.txt")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", *vocabularies):
+        assert any(fnmatch.fnmatch(name, pattern) for pattern in asked[0]), name
+    for name in ("pytorch_model.bin", "model.onnx", "LICENSE.txt"):
+        assert not any(fnmatch.fnmatch(name, pattern) for pattern in asked[0]), name

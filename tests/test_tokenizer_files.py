@@ -17,7 +17,7 @@ from gguf.constants import TokenType
 from jaxinfer.detokenizer import IncrementalDetokenizer
 from jaxinfer.loading import CheckpointError
 from jaxinfer.loading.checkpoint import GenerationDefaults
-from jaxinfer.loading.huggingface_tokenizer import build_tokenizer
+from jaxinfer.loading.tokenizers.huggingface import build_tokenizer
 from jaxinfer.tokenizer import Tokenizer
 
 
@@ -112,7 +112,17 @@ def put(name: str, content: bytes) -> Callable[[Path], None]:
         ("files_bert", {"tokenizer_class": "MPNetTokenizer"}, None, "class 'MPNetTokenizer'"),
         ("files_gpt2", {"tokenizer_class": "CLIPTokenizer"}, None, "class 'CLIPTokenizer', known"),
         ("files_gpt2", {}, put("merges.txt", b"#version: 1\nq zz\n"), "line 2 is 'q zz', not two"),
-        ("files_gpt2", {}, put("vocab.json", b'{"a": -1}'), "not an object of token ids"),
+        ("files_gpt2", {}, put("vocab.json", b'{"a": -1}'), "token 'a' has id -1, a number below"),
+        ("files_gpt2", {}, put("vocab.json", b'{"a": 4294967296}'), "'a' has id 4294967296, a"),
+        ("files_gpt2", {}, put("vocab.json", b'{"a": "0"}'), "token 'a' has id '0', a number"),
+        ("model_bpe", {"added_tokens_decoder": {"9" * 5000: {}}}, None, "not an object of token"),
+        ("model_bpe", {"added_tokens_decoder": {"\u0661": {}}}, None, "not an object of token"),
+        (
+            "files_gpt2",
+            {},
+            put("chat_template.jinja", b" " * (2**20 + 1)),
+            "chat_template.jinja: 1,048,577 bytes are more than the limit of 1,048,576",
+        ),
         ("files_roberta", {"cls_token": "<cls>"}, None, "lacks the special tokens '<cls>'"),
         ("model_bpe", {}, put("tokenizer.model", b"IQ== 0\nIg== 1\n"), "a tiktoken file of that"),
         ("model_bpe", {}, put("tokenizer.model", b""), "it holds no pieces"),

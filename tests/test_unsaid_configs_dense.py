@@ -127,3 +127,43 @@ def test_the_text_of_a_mistral_with_images_is_a_mistral(tmp_path):
     folder = write_huggingface(wrapped, renamed, tmp_path / "surplus")
     with pytest.raises(CheckpointError, match=r"language_model\.surplus"):
         running.load(folder)
+
+
+SIZES = {
+    "vocab_size": 300_000,
+    "hidden_size": 512,
+    "intermediate_size": 48,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 32,
+}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12}
+LATENT |= {"n_routed_experts": 16, "num_key_value_heads": 32}
+MORE_SIZES: dict[str, dict[str, Any]] = {
+    "bloom": {"n_layer": 8, "n_head": 32},
+    "deepseek_v2": EXPERTS | LATENT,
+    "deepseek_v3": EXPERTS | LATENT,
+    "gpt2": {"n_embd": 512, "n_layer": 8, "n_head": 32},
+    "gpt_oss": EXPERTS | {"num_local_experts": 8},
+    "mixtral": EXPERTS | {"num_local_experts": 8},
+    "opt": {"word_embed_proj_dim": 512},
+    "qwen2_moe": {"num_experts": 8, **EXPERTS, "shared_expert_intermediate_size": 40},
+    "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 24},  # 8 a token, unsaid
+}
+WRAPPED = {"gemma3", "mistral3"}
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("model_type", sorted(HF_FAMILIES.keys() - WRAPPED))
+def test_a_file_of_sizes_alone_means_what_the_references_class_says(model_type):
+    """And the longer form of the same, which transformers writes, means it too."""
+    auto = pytest.importorskip(
+        "transformers.models.auto.configuration_auto", reason="transformers is not installed"
+    )
+    sizes = SIZES | MORE_SIZES.get(model_type, {})
+    if model_type in ("bloom", "gpt2"):  # their own keys
+        sizes = {k: v for k, v in sizes.items() if not k.startswith(("num_", "intermediate"))}
+    read = HF_FAMILIES[model_type].config_from_hf
+    in_full = auto.CONFIG_MAPPING[model_type](**sizes).to_dict()
+    assert len(in_full) > len(sizes) + 10
+    assert read({"model_type": model_type} | sizes, {}) == read(in_full, {})

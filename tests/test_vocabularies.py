@@ -12,7 +12,11 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
 from jaxinfer.loading import CheckpointError, open_checkpoint
-from jaxinfer.loading.token_bytes import UnsupportedDecoderError, spelling_of, token_table
+from jaxinfer.loading.tokenizers.token_bytes import (
+    UnsupportedDecoderError,
+    spelling_of,
+    token_table,
+)
 from jaxinfer.tokenizer import Tokenizer
 
 
@@ -34,6 +38,8 @@ def write_vocabulary(path: Path, change: str) -> Path:
         merges = None
     elif change == "types":
         types = [1]
+    elif change == "type":
+        types = [1, 7, -1, 3]
     elif change == "duplicate":
         tokens[1] = "a"
     elif change == "eos id":
@@ -67,6 +73,7 @@ def write_vocabulary(path: Path, change: str) -> Path:
         ("merge", ["merge 1 is 'b c'", "merge 2 is 'ab'"]),
         ("merges", ["merges is no list"]),
         ("types", ["4 tokens but 1 token types"]),
+        ("type", ["token_type 1 is 7, one of 0 to 6", "token_type 2 is -1"]),
         ("duplicate", ["token 'a' has ids 0 and 1"]),
         ("eos id", ["eos_token_id is 4", "bos_token_id is 100", "below 4"]),
         ("no bos", ["add_bos_token is true, but there is no bos_token_id"]),
@@ -81,6 +88,57 @@ def test_a_damaged_vocabulary_is_refused_by_name(change, messages, tmp_path):
         open_checkpoint(write_vocabulary(tmp_path / "a.gguf", change)).tokenizer()
     for message in messages:
         assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_a_token_of_undefined_type_is_an_ordinary_one(model, tmp_path):
+    writer = files.new_writer(tmp_path / "a.gguf")
+    tokens = ["<unk>", "<s>", "</s>", "a", "b", "ab"]
+    types = [TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL, 0, 0, 0]
+    scores = [0.0, 0.0, 0.0, -2.0, -2.0, -1.0]
+    files.add_vocabulary(writer, model, tokens, types, pre="gpt-2", merges=["a b"], scores=scores)
+    files.finish(writer)
+    tokenizer = open_checkpoint(tmp_path / "a.gguf").tokenizer()
+    assert tokenizer.encode("abb", add_special_tokens=False)[-2:] == [5, 4]
+    assert tokenizer.decode([5, 4]) == "abb"
+
+
+@pytest.mark.parametrize(
+    ("named", "others", "ends"),
+    [
+        ("<|endoftext|>", ["<|end|>", "<|assistant|>"], ["<|endoftext|>", "<|end|>"]),
+        ("</s>", ["<|im_start|>", "<|im_end|>"], ["</s>", "<|im_end|>"]),
+        ("<eos>", ["<end_of_turn>", "<EOT>"], ["<eos>", "<end_of_turn>", "<EOT>"]),
+        (
+            "<|end_of_text|>",
+            ["<|eom_id|>", "<|eot_id|>"],
+            ["<|end_of_text|>", "<|eot_id|>", "<|eom_id|>"],
+        ),
+        ("<|return|>", ["<|end|>", "<|call|>"], ["<|return|>", "<|call|>"]),
+        (
+            "<|return|>",
+            ["<|endoftext|>", "<|call|>", "<|end|>"],
+            ["<|return|>", "<|endoftext|>", "<|call|>"],
+        ),
+        ("<|return|>", ["<|end|>"], ["<|return|>", "<|end|>"]),
+    ],
+)
+def test_tokens_end_an_answer_by_their_text_too(named, others, ends, tmp_path):
+    writer = files.new_writer(tmp_path / "a.gguf")
+    tokens = ["a", "b", "ab", named, *others]
+    types = [*[TokenType.NORMAL] * 3, TokenType.CONTROL, *[TokenType.NORMAL] * len(others)]
+    files.add_vocabulary(
+        *(writer, "gpt2", tokens, types), pre="gpt-2", merges=["a b"], extra={"eos_token_id": 3}
+    )
+    files.finish(writer)
+    checkpoint = open_checkpoint(tmp_path / "a.gguf")
+    tokenizer = checkpoint.tokenizer()
+    assert [tokenizer.id_to_token(i) for i in tokenizer.eos_token_ids] == ends
+    assert checkpoint.generation.eos_token_ids == tokenizer.eos_token_ids
+    assert tokenizer.special_token_ids >= set(tokenizer.eos_token_ids)
+    assert tokenizer.decode([0, *tokenizer.eos_token_ids]) == "a"
+    for end in ends:
+        assert tokenizer.encode(f"a{end}") == [0, tokenizer.token_to_id(end)]
 
 
 def test_a_file_without_a_vocabulary_opens_but_has_no_tokenizer(tmp_path):

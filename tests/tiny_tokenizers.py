@@ -27,8 +27,8 @@ from jaxinfer.chat_template import ChatTemplateError
 from jaxinfer.detokenizer import IncrementalDetokenizer
 from jaxinfer.loading.checkpoint import GenerationDefaults
 from jaxinfer.loading.gguf_header import read_header
-from jaxinfer.loading.gguf_tokenizer import build_tokenizer as build_from_gguf
-from jaxinfer.loading.huggingface_tokenizer import build_tokenizer
+from jaxinfer.loading.tokenizers.gguf import build_tokenizer as build_from_gguf
+from jaxinfer.loading.tokenizers.huggingface import build_tokenizer
 from jaxinfer.tokenizer import Tokenizer
 
 FOLDER = Path(__file__).parent / "references" / "tokenizers"

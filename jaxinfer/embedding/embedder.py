@@ -85,7 +85,7 @@ class Embedder:
         self.num_steps = 0
         self.num_late_compiles = 0
         self.compile_seconds = 0.0
-        self._weights = weights
+        self.weights = weights
         self._programs: dict[Bucket, Any] = {}
         self._is_warm = False
         self._requests: dict[str, Request] = {}  # not ended
@@ -286,7 +286,7 @@ class Embedder:
             lengths[row] = request.prompt_len
             token_ids[row, : request.prompt_len] = request.prompt_token_ids
             request.started_at = request.started_at or time.monotonic()
-        return _InFlight(batch, program(self._weights, token_ids, lengths))
+        return _InFlight(batch, program(self.weights, token_ids, lengths))
 
     def _end(self, batch: Batch, vectors: np.ndarray) -> Iterator[Update]:
         for request, vector in zip(batch.requests, vectors, strict=False):  # padding comes last
@@ -310,7 +310,7 @@ class Embedder:
         token_ids = jax.ShapeDtypeStruct(tuple(bucket), jnp.int32)
         lengths = jax.ShapeDtypeStruct((bucket.rows,), jnp.int32)
         modes = self.options.pooling
-        return embed.lower(self._weights, token_ids, lengths, model=self.model, modes=modes)
+        return embed.lower(self.weights, token_ids, lengths, model=self.model, modes=modes)
 
 
 def _compile(lowered: Any, options: dict[str, Any]) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -23,7 +25,7 @@ def encode_text(
     hold: a text's last words, not its special tokens; of token ids the last ones. Raises
     `InvalidRequestError`; the length without `truncate` is the embedder's to check.
     """
-    options, max_len = embedder.options, embedder.max_len
+    max_len = embedder.max_len
     if not isinstance(text, str):
         if prompt_name:
             raise InvalidRequestError(
@@ -32,39 +34,61 @@ def encode_text(
                 "prompt_name",
             )
         return list(text[:max_len] if truncate else text)
-    if prompt_name is None:
-        prompt_name = options.default_prompt_name or ""
-    if prompt_name and prompt_name not in options.prompts:
-        known = ", ".join(map(repr, options.prompts)) or "none"
-        raise InvalidRequestError(
-            f"prompt_name is {prompt_name!r}; this checkpoint has {known}: put the words before "
-            "the text yourself",
-            "prompt_name",
-        )
+    prompt = prompt_of(embedder, prompt_name)
     if embedder.tokenizer is None:
         raise InvalidRequestError("this model has no tokenizer; give token ids", "prompt")
-    text = options.prompts.get(prompt_name, "") + text
-    if options.lower_case:
+    text = prompt + text
+    if embedder.options.lower_case:
         text = text.lower()
     try:
         ids = embedder.tokenizer.encode(text)
         if truncate and len(ids) > max_len:
             bare = embedder.tokenizer.encode(text, add_special_tokens=False)
-            return _truncated(ids, bare, max_len)
+            return truncated(ids, bare, embedder.tokenizer.encode(""), max_len)
     except ValueError as error:
         raise InvalidRequestError(str(error), "prompt") from error
     return ids
 
 
-def _truncated(ids: list[int], bare: list[int], max_len: int) -> list[int]:
-    """`ids` without the last tokens of the text, whose own are `bare`."""
+def encode_texts(embedder: Embedder, texts: Sequence[Text], **named: Any) -> list[list[int]]:
+    """`encode_text` of each, with its options; an error names the place of the text at fault."""
+    all_ids = []
+    for index, text in enumerate(texts):
+        try:
+            all_ids.append(encode_text(embedder, text, **named))
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"text {index}: {error}", error.field) from error
+    return all_ids
+
+
+def prompt_of(embedder: Embedder, name: str | None) -> str:
+    """What goes before a text for this name of a prompt; `InvalidRequestError` for an unknown."""
+    options = embedder.options
+    if name is None:
+        name = options.default_prompt_name or ""
+    if name and name not in options.prompts:
+        known = ", ".join(map(repr, options.prompts)) or "none"
+        raise InvalidRequestError(
+            f"prompt_name is {name!r}; this checkpoint has {known}: put the words before the text "
+            "yourself",
+            "prompt_name",
+        )
+    return options.prompts.get(name, "")
+
+
+def truncated(ids: list[int], bare: list[int], empty: list[int], max_len: int) -> list[int]:
+    """`ids` without the last tokens of the text: `bare` are the text's own, `empty` those that an
+    empty text has. The special tokens at the end stay as far as `max_len` has room."""
     num_special = len(ids) - len(bare)
     places = range(num_special + 1)
     start = next((i for i in places if ids[i : i + len(bare)] == bare), None)
-    if start is None or num_special >= max_len:
-        return ids[:max_len]
-    end = start + len(bare)
-    return ids[:start] + bare[: max_len - num_special] + ids[end:]
+    if start is not None:
+        num_last = num_special - start
+    else:  # words become other tokens beside special ones
+        pairs = zip(reversed(ids), reversed(empty), strict=False)
+        num_last = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+    num_first = max(0, max_len - num_last)
+    return ids[:num_first] + ids[len(ids) - min(num_last, max_len) :]
 
 
 def check_dimensions(embedder: Embedder, dimensions: int | None) -> None:

@@ -7,22 +7,21 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-import jax
-import numpy as np
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import Sharding
 
 from jaxinfer.loading.checkpoint import Checkpoint, CheckpointError, StoredTensor
 from jaxinfer.loading.load_report import LoadReport
 from jaxinfer.loading.packing import Unpackable, pack_parameter, place_packed
-from jaxinfer.loading.placement import Piece, place
+from jaxinfer.loading.placement import Piece, place, whole
 from jaxinfer.loading.quantize import can_quantize, quantize_parameter, recipe_of
+from jaxinfer.loading.quantized.rows import QuantRows
 from jaxinfer.models import GGUF_FAMILIES, HF_FAMILIES
 from jaxinfer.models.family import Transform, WeightTable
 from jaxinfer.models.functional import FunctionalModel, ParameterSpec, Weights
+from jaxinfer.models.hf_config import MAX_LAYERS
 from jaxinfer.nn.layers import Numerics
 from jaxinfer.nn.quantized import Quantized
 
-MAX_RANDOM_LAYERS = 1_000
 # Parameters in flight: what peak host memory holds besides the weights.
 NUM_THREADS = min(8, os.cpu_count() or 1)
 
@@ -54,12 +53,12 @@ def functional_model(checkpoint: Checkpoint, numerics: Numerics) -> FunctionalMo
     except (ValueError, TypeError, ArithmeticError, KeyError) as error:
         raise CheckpointError(f"{checkpoint.path}: {error}") from error
     # A claim of millions would take hours to build; without tensors, weights are to be random.
-    most = len(checkpoint.tensors) or MAX_RANDOM_LAYERS
+    most = len(checkpoint.tensors) or MAX_LAYERS
     if config.num_layers > most:
         raise CheckpointError(
             f"{checkpoint.path}: claims {config.num_layers:,} layers, but holds "
             f"{len(checkpoint.tensors)} tensors; the configuration belongs to another model (with "
-            f"random weights it may have {MAX_RANDOM_LAYERS:,})"
+            f"random weights it may have {MAX_LAYERS:,})"
         )
     return FunctionalModel(family, config, numerics)
 
@@ -80,9 +79,9 @@ def load_weights(
     weights that are not. What became of them is logged. `shardings` by parameter path; a parameter
     without one lies on the default device.
 
-    All missing, unexpected and misshapen tensors are named in one `CheckpointError`, before any is
-    read. A weight with a NaN or an infinity is refused. Reads tensor by tensor from the memory
-    map. `on_progress` gets the bytes of each parameter, in the model's type, as it is done.
+    All missing, unexpected and misshapen tensors are named in one `CheckpointError`, before any
+    weight is read. A weight with a NaN or an infinity is refused. Reads tensor by tensor from the
+    memory map. `on_progress` gets the bytes of each parameter, in the model's type, as it is done.
     """
     if checkpoint.restore is not None:
         how = {"keep_packed": keep_packed, "quantize": quantize}
@@ -97,7 +96,7 @@ def load_weights(
         packed = None
         if keep_packed and any(part.tensor.is_packable for part in parts):
             try:
-                packed = _read_packed(checkpoint, spec, parts, transform)
+                packed = _read_packed(checkpoint, spec, parts, transform, report)
             except Unpackable as why:
                 report.add_dequantized(spec.path, str(why))
         sharding = (shardings or {}).get(spec.path)
@@ -106,8 +105,10 @@ def load_weights(
         else:
             pieces = [_piece(checkpoint, spec, part, transform) for part in parts]
             if recipe is not None and can_quantize(spec, recipe):
-                whole = np.asarray(place(spec.shape, spec.dtype, pieces, _host()))
-                weight = place_packed(quantize_parameter(spec, whole, recipe), spec, sharding)
+                array = whole(spec.shape, spec.dtype, pieces)
+                quantized = quantize_parameter(spec, array, recipe)
+                report.note_activations(spec.path, recipe.activation_dtype, quantized)
+                weight = place_packed(quantized, spec, sharding)
             else:
                 weight = place(spec.shape, spec.dtype, pieces, sharding)
         on_progress(spec.nbytes)
@@ -124,10 +125,6 @@ def load_weights(
     return weights
 
 
-def _host() -> Sharding:
-    return SingleDeviceSharding(jax.devices("cpu")[0])
-
-
 def _piece(checkpoint: Checkpoint, spec: ParameterSpec, part: Part, transform: Transform) -> Piece:
     """A stored tensor as the numbers of its part of the parameter."""
     read = lambda: transform.read(part.tensor.read(spec.dtype), part.dims)
@@ -135,13 +132,18 @@ def _piece(checkpoint: Checkpoint, spec: ParameterSpec, part: Part, transform: T
 
 
 def _read_packed(
-    checkpoint: Checkpoint, spec: ParameterSpec, parts: list[Part], transform: Transform
+    checkpoint: Checkpoint,
+    spec: ParameterSpec,
+    parts: list[Part],
+    transform: Transform,
+    report: LoadReport,
 ) -> Quantized:
     """The parameter as it is stored; `Unpackable` where it cannot be."""
     if spec.packs is None:
         raise Unpackable("it is no product's weight")
-    rows = [part.tensor.read_packed() for part in parts]
-    for part, stored in zip(parts, rows, strict=True):
+    rows: list[QuantRows] = []
+    for part in parts:
+        stored = part.tensor.read_packed()
         if stored is None:
             raise Unpackable(f"{part.tensor.name} is stored as {part.tensor.dtype}")
         if not stored.is_finite():
@@ -149,14 +151,21 @@ def _read_packed(
                 f"{checkpoint.path}: {part.tensor.name} has scales that are NaN or infinite: the "
                 "file is damaged or was converted wrongly (fetch or convert it again)"
             )
-    return pack_parameter(spec, rows, transform, parts[0].dims)  # type: ignore[arg-type]
+        rows.append(stored)
+    packed = pack_parameter(spec, rows, transform, parts[0].dims)
+    report.note_activations(spec.path, rows[0].activation_dtype, packed)
+    return packed
 
 
 def _match(
     checkpoint: Checkpoint, model: FunctionalModel, table: WeightTable
 ) -> list[tuple[ParameterSpec, list[Part], Transform]]:
     problems, sources, used = [], [], set()
-    tensors = {table.known_name(name): tensor for name, tensor in checkpoint.tensors.items()}
+    tensors: dict[str, StoredTensor] = {}
+    for tensor in checkpoint.tensors.values():
+        first = tensors.setdefault(table.known_name(tensor.name), tensor)
+        if first is not tensor:
+            problems.append(f"{first.name} and {tensor.name} are both the same parameter's")
     for spec in model.parameters:
         stored, transform = table.lookup(spec.path, spec.dims, tensors)
         is_whole = isinstance(stored, str)
@@ -175,8 +184,18 @@ def _match(
     problems += [
         f"{tensor.name} {list(tensor.shape)} belongs to no parameter of {model.family.name}"
         for name, tensor in tensors.items()
-        if name not in used and not table.is_ignored(name)
+        if name not in used and not table.is_ignored(name) and not _is_idle(name, tensors)
     ]
     if problems:
         raise CheckpointError.listing(checkpoint.path, problems)
     return sources
+
+
+def _is_idle(name: str, tensors: Mapping[str, StoredTensor]) -> bool:
+    """Whether it is a bias of zeros beside a quantized weight: AutoGPTQ writes one for each layer,
+    of models that have none."""
+    layer = name.removesuffix(".bias")
+    weight = tensors.get(f"{layer}.weight")
+    if layer == name or weight is None or not weight.is_packable:
+        return False
+    return not tensors[name].read().any()

@@ -28,10 +28,10 @@ from jaxinfer.loading.checkpoint import (
     aligned_empty,
 )
 from jaxinfer.loading.gguf_header import GgufHeader, TensorInfo, read_header
-from jaxinfer.loading.gguf_tokenizer import build_tokenizer
-from jaxinfer.loading.gguf_vocabulary import VOCABULARY_KEYS, special_ids
 from jaxinfer.loading.quantized.gguf_blocks import READERS, read_blocks
 from jaxinfer.loading.quantized.rows import QuantRows
+from jaxinfer.loading.tokenizers.gguf import build_tokenizer
+from jaxinfer.loading.tokenizers.gguf_vocabulary import VOCABULARY_KEYS, special_ids
 
 QUANTIZED_TYPES = frozenset(
     GGMLQuantizationType[name]

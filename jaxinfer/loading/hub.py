@@ -8,8 +8,9 @@ from pathlib import Path
 from jaxinfer.loading.checkpoint import CheckpointError
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
-# What a Hugging Face directory needs; weights in pickles and in other frameworks' formats stay.
-ALLOW_PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
+# What a Hugging Face directory needs, vocabularies of every kind among it; weights in pickles and
+# in other frameworks' formats stay, and so do texts that are none of ours.
+ALLOW_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "vocab.txt", "merges.txt"]
 # Second copies of the weights, in the publisher's own layout.
 IGNORE_PATTERNS = ["consolidated*", "original/*", "*/*"]
 # What a sentence model has in folders, which no pattern of the above lets in alone.

@@ -23,9 +23,9 @@ from jaxinfer.loading.checkpoint import (
     read_json_object,
 )
 from jaxinfer.loading.generation import generation_defaults
-from jaxinfer.loading.huggingface_tokenizer import build_tokenizer
 from jaxinfer.loading.quantized.scheme import unite
 from jaxinfer.loading.safetensors_header import read_safetensors
+from jaxinfer.loading.tokenizers.huggingface import build_tokenizer
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 CONFIG_FILE = "config.json"

@@ -6,35 +6,45 @@ from collections import Counter
 
 from absl import logging
 
+from jaxinfer.kernels.quantized_matmul import QuantArray
 from jaxinfer.models.functional import FunctionalModel, Weights
 from jaxinfer.nn.quantized import Quantized
 
 
 class LoadReport:
-    """Collects, from several threads, which parameters were dequantized and why."""
+    """Collects, from several threads, which parameters are not as was asked for, and why."""
 
     def __init__(self):
-        self._dequantized: list[tuple[str, str]] = []  # path, reason
+        self._notes: list[tuple[tuple[str, str], str]] = []  # what and why, path
 
     def add_dequantized(self, path: str, why: str) -> None:
-        self._dequantized.append((path, why))
+        self._notes.append((("dequantized", why), path))
+
+    def note_activations(self, path: str, wanted: str | None, weight: Quantized) -> None:
+        """Of a weight whose x was to be quantized to `wanted`, and is not."""
+        if wanted is not None and isinstance(weight, QuantArray):
+            what = f"activations not quantized to {wanted}"
+            self._notes.append(((what, "their product takes them as they are"), path))
 
     def log(self, model: FunctionalModel, weights: Weights) -> None:
-        logging.info("%s", self.line(model, weights))
+        """As a warning where something is not as was asked for."""
+        say = logging.warning if self._notes else logging.info
+        say("%s", self.line(model, weights))
 
     def line(self, model: FunctionalModel, weights: Weights) -> str:
-        """As `weights: 134.5M parameters, 96.5 MB on the device, 0.72 bytes each; packed: ...`."""
-        count, size = model.num_parameters, sum(weight.nbytes for weight in weights)
-        packed = sum(isinstance(weight, Quantized) for weight in weights)
-        line = (
-            f"weights: {count / 1e6:.1f}M parameters, {size / 1e6:.1f} MB on the device, "
-            f"{size / count:.2f} bytes each"
-        )
-        if packed:
-            line += f"; quantized: {packed} of {len(weights)} arrays"
-        reasons = Counter(why for _, why in self._dequantized)
-        examples = {why: path for path, why in reversed(self._dequantized)}
-        for why, times in reasons.items():
+        """As `weights: 134,515,008 parameters, 96.5 MB, 0.72 bytes each; dequantized: ...`."""
+        line = f"weights: {weights_line(model, weights)}"
+        counts = Counter(note for note, _ in self._notes)
+        examples = {note: path for note, path in reversed(self._notes)}
+        for (what, why), times in counts.items():
             others = f" and {times - 1} more" if times > 1 else ""
-            line += f"; dequantized: {examples[why]}{others}, because {why}"
+            line += f"; {what}: {examples[what, why]}{others}, because {why}"
         return line
+
+
+def weights_line(model: FunctionalModel, weights: Weights) -> str:
+    """As `134,515,008 parameters, 96.5 MB, 0.72 bytes each; quantized: 30 of 40 arrays`."""
+    count, size = model.num_parameters, sum(weight.nbytes for weight in weights)
+    packed = sum(isinstance(weight, Quantized) for weight in weights)
+    line = f"{count:,} parameters, {size / 1e6:,.1f} MB, {size / count:.2f} bytes each"
+    return f"{line}; quantized: {packed} of {len(weights)} arrays" if packed else line

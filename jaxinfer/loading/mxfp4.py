@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Float, UInt8
 
-from jaxinfer.loading.quantized.rows import QuantRows
+from jaxinfer.loading.quantized.rows import CHUNK_ELEMENTS, QuantRows
 
 GROUP = 32
 BIAS = 127
@@ -36,8 +36,12 @@ def read_mxfp4(
     """
     E, out_dim, groups = scales.shape
     values = np.empty((E, out_dim, groups, GROUP // 2, 2), np.int8)
-    np.take(DOUBLED, blocks & 15, out=values[..., 0])
-    np.take(DOUBLED, blocks >> 4, out=values[..., 1])
+    pairs, by_rows = blocks.reshape(-1, groups, GROUP // 2), values.reshape(-1, *values.shape[2:])
+    step = max(1, CHUNK_ELEMENTS // (GROUP * groups))
+    for start in range(0, len(pairs), step):  # a strip: its indices take 8 bytes each
+        strip = slice(start, start + step)
+        by_rows[strip, ..., 0] = DOUBLED[pairs[strip] & 15]
+        by_rows[strip, ..., 1] = DOUBLED[pairs[strip] >> 4]
     turned = lambda a: a.reshape(E, out_dim, -1).swapaxes(-1, -2)
     return QuantRows(turned(values), turned(half_scales(scales)), None, 8, in_axis=-2)
 

@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +40,8 @@ from jaxinfer.loading.checkpoint import (
 from jaxinfer.loading.gguf import open_gguf
 from jaxinfer.loading.gguf_header import copy_key_values
 from jaxinfer.loading.huggingface import INDEX_SUFFIX, open_huggingface
+from jaxinfer.loading.manifest import CONVERT_AGAIN, checked, encoded
+from jaxinfer.loading.output import check_output, put_in_place
 from jaxinfer.loading.placement import tree_shardings
 from jaxinfer.models.functional import FunctionalModel, ParameterSpec, Weights
 from jaxinfer.nn.quantized import Quantized, QuantPair, QuantWeight
@@ -54,8 +55,6 @@ GROUP_BYTES = 64 * 2**20
 # A tensor that no parameter holds but the configuration is read from, as RoPE's factors, is short.
 MAX_VALUE_ELEMENTS = 65_536
 DESCRIPTION_SUFFIXES = (".json", ".jinja", ".model", ".txt")
-QUANTIZED_CLASSES = {cls.__name__: cls for cls in get_args(Quantized)}
-CONVERT_AGAIN = "convert the model again with scripts/convert.py --overwrite"
 
 
 def write_converted(
@@ -69,10 +68,9 @@ def write_converted(
 ) -> None:
     """Write a converted checkpoint into the folder `output`, which appears whole or not at all.
 
-    `CheckpointError` if it is there already and not `overwrite`, or cannot be written.
+    `CheckpointError` if `check_output` refuses it, or it cannot be written.
     """
-    if output.exists() and not overwrite:
-        raise CheckpointError(f"{output}: exists; choose another folder, or pass --overwrite")
+    check_output(checkpoint.path, output, overwrite=overwrite)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         # A sibling, since a rename is atomic only within one file system.
@@ -84,9 +82,7 @@ def write_converted(
             _write_arrays(folder / ARRAYS_FOLDER, model, weights)
             manifest = _manifest(checkpoint, model, weights, quantization)
             (folder / MANIFEST_FILE).write_text(json.dumps(manifest, indent=1) + "\n", "utf-8")
-            if output.exists():
-                os.replace(output, Path(temporary) / "old")
-            os.replace(folder, output)
+            put_in_place(folder, output, Path(temporary) / "old")
     except OSError as error:
         raise CheckpointError(f"{output}: cannot be written ({error})") from error
 
@@ -163,7 +159,7 @@ def _manifest(
         "quantization": quantization,
         "num_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(weights)),
         "parameters": {
-            spec.path: _encoded(weight)
+            spec.path: encoded(weight)
             for spec, weight in zip(model.parameters, weights, strict=True)
         },
         "tensors": {name: [t.dtype, list(t.shape)] for name, t in checkpoint.tensors.items()},
@@ -199,31 +195,6 @@ def _without_data(
         return np.asarray(values, dequantized).reshape(shape)
 
     return StoredTensor(name, shape, dtype, 0, read)
-
-
-# A parameter in the manifest: an array, or a tree of arrays with its class and other fields.
-
-
-def _encoded(value: Any) -> Any:
-    if type(value).__name__ in QUANTIZED_CLASSES:
-        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-        return {
-            "class": type(value).__name__,
-            "fields": {name: _encoded(field) for name, field in fields.items()},
-        }
-    if isinstance(value, jax.Array):
-        return {"shape": list(value.shape), "dtype": value.dtype.name}
-    return value
-
-
-def _decoded(entry: Any) -> Any:
-    """The parameter with a `ShapeDtypeStruct` for each array."""
-    if not isinstance(entry, Mapping):
-        return entry
-    if "class" in entry:
-        fields = {name: _decoded(field) for name, field in entry["fields"].items()}
-        return QUANTIZED_CLASSES[entry["class"]](**fields)
-    return jax.ShapeDtypeStruct(tuple(entry["shape"]), jnp.dtype(entry["dtype"]))
 
 
 def _named_leaves(path: str, parameter: Any) -> Iterator[tuple[str, Any]]:
@@ -265,7 +236,7 @@ def _restore(
     here = SingleDeviceSharding(jax.devices()[0])
     weights: list[Any] = []
     with ocp.Checkpointer(_handler()) as checkpointer:
-        for group in _groups(_checked(directory, parameters, model)):
+        for group in _groups(checked(directory / MANIFEST_FILE, parameters, model)):
             places = [(shardings or {}).get(spec.path, here) for spec, _ in group]
             trees = {spec.path: entry for spec, entry in group}
             where = {
@@ -282,11 +253,32 @@ def _restore(
             for (spec, _), place in zip(group, places, strict=True):
                 weight = trees[spec.path]
                 is_quantized = isinstance(weight, Quantized)
+                # Others were finite when they were converted.
+                if is_quantized or _narrows(parameters[spec.path]["dtype"], spec.dtype):
+                    _check_finite(directory, spec, weight)
                 if is_quantized and not keep_packed and quantize is None:
                     weight = jax.device_put(dense(weight, spec), place)
+                    _check_finite(directory, spec, weight)
                 weights.append(weight)
             on_progress(sum(spec.nbytes for spec, _ in group))
     return tuple(weights)
+
+
+def _narrows(stored: str, dtype: Any) -> bool:
+    """Whether a number of the type `stored` can be too large for `dtype`."""
+    return float(jnp.finfo(jnp.dtype(stored)).max) > float(jnp.finfo(dtype).max)
+
+
+def _check_finite(directory: Path, spec: ParameterSpec, weight: Any) -> None:
+    """`CheckpointError` for NaN and infinity, of a quantized parameter in its scales."""
+    for leaf in jax.tree.leaves(weight):
+        is_wide = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize > 1
+        if is_wide and not jnp.isfinite(leaf).all():
+            raise CheckpointError(
+                f"{directory}: {spec.path} holds values that are NaN or infinite as {leaf.dtype}: "
+                "the type is too narrow (try --set dtype=bfloat16), or the files are damaged: "
+                f"{CONVERT_AGAIN}"
+            )
 
 
 def dense(weight: Quantized, spec: ParameterSpec) -> jax.Array:
@@ -324,35 +316,6 @@ def _read(
         )
         for path, tree in trees.items()
     }
-
-
-def _checked(
-    directory: Path, parameters: Mapping[str, Any], model: FunctionalModel
-) -> list[tuple[ParameterSpec, Any]]:
-    """The parameters of the manifest in the model's order, plain ones in the model's type."""
-    problems = [
-        f"{path} belongs to no parameter of {model.family.name}"
-        for path in parameters.keys() - {spec.path for spec in model.parameters}
-    ]
-    entries = []
-    for spec in model.parameters:
-        try:
-            entry = _decoded(parameters[spec.path])
-            problems += _misfits(spec, entry)
-            is_plain = isinstance(entry, jax.ShapeDtypeStruct)
-            entries.append((spec, entry.update(dtype=spec.dtype) if is_plain else entry))
-        except (KeyError, TypeError, ValueError) as error:
-            problems.append(f"{spec.path} is missing or damaged ({error!r})")
-    if problems:
-        problems.append(f"it was converted by another version, or is damaged: {CONVERT_AGAIN}")
-        raise CheckpointError.listing(directory / MANIFEST_FILE, problems)
-    return entries
-
-
-def _misfits(spec: ParameterSpec, entry: Any) -> list[str]:
-    if isinstance(entry, jax.ShapeDtypeStruct) and entry.shape != spec.shape:
-        return [f"{spec.path} has shape {list(entry.shape)}; expected {list(spec.shape)}"]
-    return []
 
 
 def _groups(

@@ -60,22 +60,30 @@ def pack_parameter(
     if any(part.zeros is not None for part in parts):
         filled = [_zeros(part) for part in parts]
         zeros = turned(filled, first.num_groups)
-    if platform() == "tpu" and scales.dtype == np.float16:  # which Mosaic does not load
-        scales = scales.astype(np.float32)
-        zeros = None if zeros is None else zeros.astype(np.float32)
     pack_rows = 0
     if first.bits == 4:
         pack_rows = pack_rows_for(values.shape[-2])
         values = pack(values, pack_rows)
     weight = QuantArray(values, scales, zeros, first.bits, first.group_size, pack_rows)
-    return _with_activations(weight, parts, spec.axes[0] == "half" and is_stacked)
+    return _with_activations(weight, parts, spec.axes[0] == "half")
 
 
 def place_packed(weight: Quantized, spec: ParameterSpec, sharding: Sharding | None) -> Any:
-    """The parameter on the devices; its matrices are sharded as the array's would be."""
+    """The parameter on the devices; its matrices are sharded as the array's would be.
+
+    It is whole in the memory of every process first, however few of its slices that holds: where
+    values are packed, and inputs sorted, is not known of slices of a file.
+    """
+    weight = jax.tree.map(lambda a: a.astype(held_dtype(a.dtype), copy=False), weight)
     if sharding is None:
         return jax.device_put(weight)
     return jax.device_put(weight, tree_shardings(weight, spec, sharding))
+
+
+def held_dtype(dtype: Any) -> Any:
+    """The type of a stored quantized parameter's array on the devices: on a TPU no float16, which
+    Mosaic does not load."""
+    return np.dtype(np.float32) if dtype == np.float16 and platform() == "tpu" else dtype
 
 
 def _zeros(part: QuantRows) -> np.ndarray:
@@ -107,7 +115,8 @@ def _turn(
 
 
 def _with_activations(weight: QuantArray, parts: Sequence[QuantRows], is_pair: bool) -> Quantized:
-    """The weight alone where its product takes x as it is. `is_pair`: gate and up."""
+    """The weight alone where its product takes x as it is. `is_pair`: gate and up, from two parts
+    or from one that holds both."""
     first = parts[0]
     has_order = any(part.order is not None for part in parts)
     if not has_order and first.activation_dtype is None:
@@ -124,5 +133,5 @@ def _with_activations(weight: QuantArray, parts: Sequence[QuantRows], is_pair: b
         return QuantWeight(matrix, order, part.input_scale, first.activation_dtype)
 
     if is_pair:
-        return QuantPair(of_part(weight[0], parts[0]), of_part(weight[1], parts[1]))
+        return QuantPair(of_part(weight[0], parts[0]), of_part(weight[1], parts[-1]))
     return of_part(weight, first)

@@ -48,7 +48,7 @@ def place(
     `CheckpointError` for numbers that are NaN or infinite as `dtype`.
     """
     if sharding is None:
-        return jax.device_put(_whole(shape, dtype, pieces))
+        return jax.device_put(whole(shape, dtype, pieces))
     owners = {
         device: tuple(part.indices(n)[:2] for part, n in zip(index or (), shape, strict=True))
         for device, index in sharding.addressable_devices_indices_map(shape).items()
@@ -78,7 +78,8 @@ def read_slices(
     return slices
 
 
-def _whole(shape: tuple[int, ...], dtype: np.dtype[Any], pieces: Sequence[Piece]) -> np.ndarray:
+def whole(shape: tuple[int, ...], dtype: np.dtype[Any], pieces: Sequence[Piece]) -> np.ndarray:
+    """The array of `shape` that the pieces make, on the host. Errors as `place`."""
     buffer: np.ndarray | None = None
     for piece in pieces:
         values = _in_shape(piece, shape)

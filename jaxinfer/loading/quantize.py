@@ -10,11 +10,13 @@ import jax
 import numpy as np
 
 from jaxinfer.kernels.quantized_matmul.quant_array import QuantArray, quantize
+from jaxinfer.loading.packing import place_packed
 from jaxinfer.models.functional import FunctionalModel, ParameterSpec, Weights
 from jaxinfer.nn.quantized import Quantized, QuantPair, QuantWeight
 from jaxinfer.options import ConfigError
 
-CHUNK_WEIGHTS = 2**20  # quantized at once: the temporaries are float32, a few for each weight
+CHUNK_WEIGHTS = 2**18  # quantized at once: the temporaries are float32, a few for each weight
+MIN_COLUMNS = 32  # of a chunk: a cache line of bfloat16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +57,7 @@ def quantize_weights(
     for spec, weight in zip(model.parameters, weights, strict=True):
         is_dense = not isinstance(weight, Quantized)
         if is_dense and can_quantize(spec, recipe, with_embedding=with_embedding):
-            weight = jax.device_put(quantize_parameter(spec, np.asarray(weight), recipe))
+            weight = place_packed(quantize_parameter(spec, np.asarray(weight), recipe), spec, None)
         results.append(weight)
     return tuple(results)
 
@@ -74,14 +76,14 @@ def can_quantize(spec: ParameterSpec, recipe: Recipe, *, with_embedding: bool = 
 
 
 def quantize_parameter(spec: ParameterSpec, array: np.ndarray, recipe: Recipe) -> Quantized:
-    """A parameter of `spec.shape`, in NumPy arrays, a chunk of columns at a time."""
+    """A parameter of `spec.shape`, in NumPy arrays, a chunk of columns of one matrix at a time."""
     matrix = array.T if spec.packs == "table" else array
     *lead, D, F = matrix.shape
     group = D if recipe.most_group is None else _group_size(D, recipe.most_group)
 
-    def of_columns(start: int, end: int) -> QuantArray:
+    def of_columns(item: tuple[int, ...], start: int) -> QuantArray:
         return quantize(
-            np.asarray(matrix[..., start:end]),
+            np.asarray(matrix[item][:, start : start + step]),
             recipe.bits,
             group,
             recipe.has_zeros,
@@ -89,13 +91,15 @@ def quantize_parameter(spec: ParameterSpec, array: np.ndarray, recipe: Recipe) -
             scale_dtype=recipe.scale_dtype,
         )
 
-    step = max(1, CHUNK_WEIGHTS // (D * int(np.prod(lead))))
-    first = of_columns(0, min(step, F))
-    whole = jax.tree.map(lambda a: np.empty((*a.shape[:-1], F), a.dtype), first)
-    for start in range(0, F, step):
-        part = first if start == 0 else of_columns(start, min(start + step, F))
-        for target, source in zip(jax.tree.leaves(whole), jax.tree.leaves(part), strict=True):
-            target[..., start : start + step] = source
+    step = max(MIN_COLUMNS, CHUNK_WEIGHTS // D)
+    whole: Any = None
+    for item in np.ndindex(*lead):
+        for start in range(0, F, step):
+            part = of_columns(item, start)
+            if whole is None:
+                whole = jax.tree.map(lambda a: np.empty((*lead, len(a), F), a.dtype), part)
+            for target, source in zip(jax.tree.leaves(whole), jax.tree.leaves(part), strict=True):
+                target[item][:, start : start + step] = source
     # A product of experts takes x as it is, and so does the lookup in a table.
     if recipe.activation_dtype is None or spec.packs == "table":
         return whole

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from jaxinfer.embedding.pooling import MODES
@@ -85,8 +85,10 @@ def _from_directory(folder: Path, problems: list[str]) -> SentenceOptions:
                 f"{', '.join(_STEPS)} are"
             )
         elif name == "Pooling":
-            config = _object(folder / str(module.get("path")) / "config.json", problems)
-            pooling = _pooling(str(module.get("path")), config, problems)
+            path = _path(module, problems)
+            if path is not None:
+                config = _object(folder / path / "config.json", problems)
+                pooling = _pooling(path, config, problems)
         elif name == "Normalize":
             normalize = True
         elif module.get("path"):
@@ -101,6 +103,16 @@ def _from_directory(folder: Path, problems: list[str]) -> SentenceOptions:
             "Normalize, in this order, are supported"
         )
     return SentenceOptions(pooling, normalize, *_of_texts(folder, problems))
+
+
+def _path(module: Mapping[str, Any], problems: list[str]) -> str | None:
+    """Where a step's files lie; None, and a problem, for what leaves the checkpoint's folder."""
+    path = module.get("path")
+    parts = PurePosixPath(path).parts if isinstance(path, str) else ("..",)
+    if ".." in parts or any(part.startswith("/") or ":" in part or "\\" in part for part in parts):
+        problems.append(f"modules.json: the path {path!r} is no folder inside the checkpoint's")
+        return None
+    return str(path)
 
 
 def _modules(path: Path, problems: list[str]) -> list[dict[str, Any]]:

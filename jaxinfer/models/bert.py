@@ -20,7 +20,7 @@ from jaxinfer.models.family import (
     WeightTable,
 )
 from jaxinfer.models.gguf_config import GgufKeys
-from jaxinfer.models.hf_config import activation, need, refuse
+from jaxinfer.models.hf_config import activation, need, number, refuse
 
 _BLOCK = r"blocks\.(\d+)\."
 _HF_PRODUCTS = {
@@ -94,8 +94,6 @@ def gguf_weights(config: EncoderConfig) -> WeightTable:
     return WeightTable(rows, ignored=(r"cls\..*",))
 
 
-# Other spellings of activations that the kernels have.
-_ACTIVATIONS = {"gelu_new": "gelu_pytorch_tanh", "swish": "silu"}
 _GGUF_KEYS = frozenset(("attention.head_count", "attention.layer_norm_epsilon", "attention.causal"))
 
 
@@ -125,8 +123,6 @@ def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Enc
         padding = config.get("pad_token_id", 1)
         if type(padding) is not int or padding < 0:
             raise ValueError(f"pad_token_id is {padding!r}; positions are counted from it")
-    named = config.get("hidden_act")
-    named = _ACTIVATIONS.get(named, named) if isinstance(named, str) else named
     return EncoderConfig(
         vocab_size=vocab_size,
         num_layers=num_layers,
@@ -135,8 +131,8 @@ def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Enc
         ffn_dim=ffn_dim,
         num_positions=config.get("max_position_embeddings", 512),
         num_token_types=config.get("type_vocab_size", 2),
-        norm_eps=config.get("layer_norm_eps", 1e-12),
-        activation=activation({"hidden_act": named}, "hidden_act", default="gelu"),
+        norm_eps=number(config, "layer_norm_eps", 1e-12),
+        activation=activation(config, "hidden_act", default="gelu"),
         first_position=0 if padding is None else padding + 1,
         unplaced_token_id=padding,
         **_spelling(tensors),
@@ -159,13 +155,13 @@ def config_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) ->
     token_types = tensors.get("token_types.weight")
     return EncoderConfig(
         vocab_size=tensors[tables[0]].shape[0],
-        num_layers=keys.whole("block_count"),
+        num_layers=keys.num_layers(),
         model_dim=keys.whole("embedding_length"),
         num_heads=keys.whole("attention.head_count"),
         ffn_dim=keys.whole("feed_forward_length"),
         num_positions=tensors[tables[1]].shape[0],
         num_token_types=0 if token_types is None else token_types.shape[0],
-        norm_eps=keys.need("attention.layer_norm_epsilon"),
+        norm_eps=keys.number("attention.layer_norm_epsilon"),
     )
 
 

@@ -17,9 +17,8 @@ from jaxinfer.models.gpt_weights import (
     in_module,
     interleaved,
     rows,
-    whole,
 )
-from jaxinfer.models.hf_config import refuse
+from jaxinfer.models.hf_config import number, refuse, whole
 
 TRAINED_LEN = 2048  # where a config.json has no seq_length; ALiBi itself knows no end
 
@@ -68,7 +67,7 @@ def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Gpt
         num_heads=whole(config, "n_head", "num_attention_heads"),
         ffn_dim=4 * model_dim,
         max_len=whole(config, "seq_length", default=TRAINED_LEN),
-        norm_eps=config.get("layer_norm_epsilon", 1e-5),
+        norm_eps=number(config, "layer_norm_epsilon", 1e-5),
         residual="normed" if normed else "sequential",
         has_alibi=True,
         has_embedding_norm=True,

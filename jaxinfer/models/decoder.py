@@ -18,8 +18,17 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.kernels.kv_pages import KVPages
+from jaxinfer.kernels.paged_attention.update import Rotary
 from jaxinfer.kv_cache import CacheShape, RaggedBatch
 from jaxinfer.nn.attention import Attention, AttentionConfig, QKNorm
+from jaxinfer.nn.checks import (
+    not_positive,
+    not_whole,
+    refuse_wrong,
+    whole_fields,
+    wrong_epsilon,
+    wrong_rope_dims,
+)
 from jaxinfer.nn.experts import Experts, ExpertsConfig
 from jaxinfer.nn.latent_attention import LatentAttention, LatentConfig
 from jaxinfer.nn.layers import Embedding, GatedMLP, Linear, Numerics, RMSNorm, tokenwise
@@ -69,17 +78,30 @@ class DecoderConfig:
     latent: LatentConfig | None = None
 
     def __post_init__(self):
-        whole = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.type == "int"}
-        dense = [(i, layer) for i, layer in enumerate(self.layers) if layer.experts is None]
-        whole |= {f"layers[{i}].ffn_dim": layer.ffn_dim for i, layer in dense}
-        windows = {f"layers[{i}].window": layer.window for i, layer in enumerate(self.layers)}
-        whole |= {name: window for name, window in windows.items() if window is not None}
-        wrong = [
-            f"{name} is {value!r}; it must be a whole number of at least 1"
-            for name, value in whole.items()
-            if type(value) is not int or value < 1
-        ]
-        if not wrong and self.num_heads % self.num_kv_heads:
+        whole = whole_fields(self)
+        for i, layer in enumerate(self.layers):
+            if layer.experts is None:
+                whole[f"layers[{i}].ffn_dim"] = layer.ffn_dim
+            if layer.window is not None:
+                whole[f"layers[{i}].window"] = layer.window
+        wrong = not_whole(whole) + wrong_epsilon("norm_eps", self.norm_eps)
+        if not wrong:
+            wrong += self._wrong_heads()
+        scales = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        wrong += not_positive(
+            {
+                name: value
+                for name, value in scales.items()
+                if name.endswith(("_scale", "_cap")) and value is not None
+            }
+        )
+        if not self.layers:
+            wrong.append("layers is empty; it needs at least one")
+        refuse_wrong("the model's configuration", wrong)
+
+    def _wrong_heads(self) -> list[str]:
+        wrong = []
+        if self.num_heads % self.num_kv_heads:
             wrong.append(
                 f"num_heads {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}"
             )
@@ -89,19 +111,7 @@ class DecoderConfig:
                 f"{self.num_kv_heads}, head_dim {self.head_dim}"
             )
         dims = {layer.rope.dim for layer in self.layers if layer.rope is not None}
-        wrong += [
-            f"rope.dim is {dim}; it must be even, from 2 to head_dim {self.head_dim}"
-            for dim in sorted(dims)
-            if not wrong and (dim % 2 or not 2 <= dim <= self.head_dim)
-        ]
-        if not 0 < self.norm_eps < 1:
-            wrong.append(f"norm_eps is {self.norm_eps}; it must lie between 0 and 1")
-        if not self.layers:
-            wrong.append("layers is empty; it needs at least one")
-        if wrong:
-            raise ValueError(
-                "the model's configuration does not hold together: " + "; ".join(wrong)
-            )
+        return wrong + wrong_rope_dims(sorted(dims), self.head_dim)
 
     @property
     def cache(self) -> CacheShape:
@@ -218,6 +228,35 @@ def run_block(graph, weights, update, residual, angles, batch, pages):
     return nnx.merge(graph, weights)(update, residual, angles, batch, pages)
 
 
+def run_blocks(
+    blocks: Sequence[nnx.Module],
+    update: Float[Array, "T D"],
+    angles: Sequence[Rotary | None],
+    batch: RaggedBatch,
+    pages: Sequence[KVPages],
+) -> tuple[Float[Array, "T D"], tuple[KVPages, ...]]:
+    """Hidden states after all blocks, which take the embedded tokens, and each its own angles and
+    pages; the pages with the new keys and values."""
+    residual, new_pages = None, []
+    for i, (block, turned, layer_pages) in enumerate(zip(blocks, angles, pages, strict=True)):
+        with jax.named_scope(f"block_{i}"):
+            graph, weights = nnx.split(block)
+            update, residual, layer_pages = run_block(
+                graph, weights, update, residual, turned, batch, layer_pages
+            )
+        new_pages.append(layer_pages)
+    return (update if residual is None else residual + update), tuple(new_pages)
+
+
+def head_logits(
+    normed: Float[Array, "R D"], head: Linear | None, embed: Embedding
+) -> Float[Array, "R V"]:
+    """float32, by the head, or by the embedding that stands in for it."""
+    if head is None:
+        return embed.logits(normed)
+    return head(normed, accumulate=jnp.float32)
+
+
 class Decoder(nnx.Module):
     """Tokens of a ragged batch in, hidden states and the updated pages out."""
 
@@ -235,20 +274,12 @@ class Decoder(nnx.Module):
         self, token_ids: Int[Array, " T"], batch: RaggedBatch, pages: Sequence[KVPages]
     ) -> tuple[Float[Array, "T D"], tuple[KVPages, ...]]:
         """Hidden states of every token; pages with the new keys and values."""
-        update, residual = self.embed(token_ids), None
+        embedded = self.embed(token_ids)
         if self.config.embedding_scale != 1:  # rounded first, as the reference does
-            update = update * jnp.asarray(self.config.embedding_scale, update.dtype)
+            embedded = embedded * jnp.asarray(self.config.embedding_scale, embedded.dtype)
         ropes = [self.config.layer(i).rope for i in range(self.config.num_layers)]
         angles = {rope: self._angles(rope, batch) for rope in dict.fromkeys(ropes)}
-        new_pages = []
-        for i, (block, layer_pages) in enumerate(zip(self.blocks, pages, strict=True)):
-            with jax.named_scope(f"block_{i}"):
-                graph, weights = nnx.split(block)
-                update, residual, layer_pages = run_block(
-                    graph, weights, update, residual, angles[ropes[i]], batch, layer_pages
-                )
-            new_pages.append(layer_pages)
-        return (update if residual is None else residual + update), tuple(new_pages)
+        return run_blocks(self.blocks, embedded, [angles[rope] for rope in ropes], batch, pages)
 
     def _angles(self, rope: Rope | None, batch: RaggedBatch):
         if rope is None:
@@ -260,11 +291,7 @@ class Decoder(nnx.Module):
         return tokenwise(self.numerics, self._logits, hidden)
 
     def _logits(self, hidden):
-        normed = self.norm(hidden)
-        if self.head is None:
-            logits = self.embed.logits(normed)
-        else:
-            logits = self.head(normed, accumulate=jnp.float32)
+        logits = head_logits(self.norm(hidden), self.head, self.embed)
         cap, scale = self.config.logits_soft_cap, self.config.logits_scale
         logits = logits if scale == 1 else logits * scale
         return logits if cap is None else cap * jnp.tanh(logits / cap)

@@ -15,7 +15,7 @@ from jaxinfer.models import gguf_config, hf_config
 from jaxinfer.models.decoder import Decoder, DecoderConfig, LayerConfig
 from jaxinfer.models.deepseek_weights import gguf_weights, hf_weights
 from jaxinfer.models.family import Family
-from jaxinfer.models.gguf_config import DECODER_KEYS, GgufKeys
+from jaxinfer.models.gguf_config import DECODER_KEYS, GgufKeys, in_some_block
 from jaxinfer.models.rope_config import rope_from_gguf, rope_from_hf
 from jaxinfer.nn.experts import ExpertsConfig, RouterConfig
 from jaxinfer.nn.latent_attention import LatentConfig
@@ -32,10 +32,14 @@ def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Dec
     false (V3's alone) is a matter of the tables.
     """
     is_v3 = config["model_type"] == "deepseek_v3"
-    given = {"first_k_dense_replace": 3 if is_v3 else 0, "moe_layer_freq": 1} | dict(config)
+    given = {
+        "first_k_dense_replace": 3 if is_v3 else 0,
+        "max_position_embeddings": 4096 if is_v3 else 2048,
+        "moe_layer_freq": 1,
+    } | dict(config)
     heads = config.get("num_attention_heads")
     hf_config.refuse(config, num_key_value_heads=heads, mlp_bias=False, index_topk=None)
-    fields = hf_config.decoder_fields({**config, "num_key_value_heads": 1, "head_dim": 1})
+    fields = hf_config.decoder_fields({**given, "num_key_value_heads": 1, "head_dim": 1})
     latent = _latent_from_hf(
         config, is_interleaved=not is_v3 or config.get("rope_interleave", True)
     )
@@ -43,7 +47,8 @@ def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Dec
     fields |= {"head_dim": latent.key_dim}
     [ffn_dim] = hf_config.need(config, "intermediate_size")
     dense = LayerConfig(rope, ffn_dim)
-    first, every = hf_config.need(given, "first_k_dense_replace", "moe_layer_freq")
+    first = hf_config.whole(given, "first_k_dense_replace", least=0)
+    every = hf_config.whole(given, "moe_layer_freq")
     sparse = [i >= first and i % every == 0 for i in range(fields["num_layers"])]
     layers = [dense] * len(sparse)
     if any(sparse):
@@ -72,12 +77,14 @@ def _latent_from_hf(config: Mapping[str, Any], *, is_interleaved: bool) -> Laten
 def _scale_from_hf(config: Mapping[str, Any], rope: Rope, latent: LatentConfig) -> float:
     """YaRN's temperature over all of the key's dimensions (`mscale_all_dim`) is squared into the
     softmax's scale, being that of queries and of keys."""
-    given = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
+    sections = (hf_config.section(config, key) for key in ("rope_scaling", "rope_parameters"))
+    given = dict(next(sections)) | dict(next(sections))
     mscale = given.get("mscale_all_dim")
     factor = getattr(rope.scaling, "factor", 1.0)
     if not mscale or given.get("rope_type", given.get("type", "default")) == "default":
         return latent.head_dim**-0.5
-    return latent.head_dim**-0.5 * _temperature(0.1 * mscale, factor) ** 2
+    multiplier = 0.1 * hf_config.number(given, "mscale_all_dim")
+    return latent.head_dim**-0.5 * _temperature(multiplier, factor) ** 2
 
 
 def _temperature(multiplier: float, factor: float) -> float:
@@ -88,7 +95,9 @@ def _experts_from_hf(config: Mapping[str, Any], is_v3: bool, activation: str) ->
     num_experts, per_token, ffn_dim = hf_config.need(
         config, "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"
     )
-    num_shared = config.get("n_shared_experts", 1 if is_v3 else 2)
+    num_shared = config.get("n_shared_experts", 1 if is_v3 else 2)  # null: none
+    if num_shared and "n_shared_experts" in config:
+        num_shared = hf_config.whole(config, "n_shared_experts")
     method = config.get("topk_method") or ("noaux_tc" if is_v3 else "greedy")
     methods = ("noaux_tc",) if is_v3 else ("greedy", "group_limited_greedy")
     if method not in methods:
@@ -109,7 +118,7 @@ def _experts_from_hf(config: Mapping[str, Any], is_v3: bool, activation: str) ->
         per_token,
         score="sigmoid" if is_v3 else "softmax",
         renormalize=is_v3 and bool(config.get("norm_topk_prob", True)),
-        scale=config.get("routed_scaling_factor", 2.5 if is_v3 else 1.0),
+        scale=hf_config.number(config, "routed_scaling_factor", 2.5 if is_v3 else 1.0),
         has_selection_bias=is_v3,
         num_groups=num_groups,
         groups_per_token=groups_per_token,
@@ -119,7 +128,7 @@ def _experts_from_hf(config: Mapping[str, Any], is_v3: bool, activation: str) ->
     return ExpertsConfig(router, ffn_dim, activation, shared_ffn_dim=shared)
 
 
-_GGUF_READ = DECODER_KEYS | {
+_GGUF_READ = (DECODER_KEYS - {"rope.scaling.yarn_attn_factor"}) | {
     "attention.q_lora_rank",
     "attention.kv_lora_rank",
     "attention.key_length_mla",
@@ -145,10 +154,10 @@ def config_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) ->
     """
     keys = GgufKeys(metadata, "deepseek2")
     keys.refuse_unread(_GGUF_READ)
-    head_dim = keys.get("attention.key_length_mla") or keys.whole("attention.key_length")
-    value_dim = keys.get("attention.value_length_mla") or keys.whole("attention.value_length")
+    head_dim = keys.whole("attention.key_length_mla", keys.whole("attention.key_length"))
+    value_dim = keys.whole("attention.value_length_mla", keys.whole("attention.value_length"))
     rope = rope_from_gguf(metadata, "deepseek2", keys.whole("rope.dimension_count"), tensors)
-    multiplier, factor = keys.get("rope.scaling.yarn_log_multiplier", 0.0), 1.0
+    multiplier, factor = keys.scale("rope.scaling.yarn_log_multiplier", 0.0), 1.0
     if isinstance(rope.scaling, Yarn):  # all of the temperature is in the softmax's scale
         factor = rope.scaling.factor
         scaling = dataclasses.replace(rope.scaling, attention_factor=1.0)
@@ -160,16 +169,16 @@ def config_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) ->
         value_dim,
         q_rank=keys.get("attention.q_lora_rank"),
         norm_eps=LATENT_EPS,
-        is_kv_split="blk.0.attn_k_b.weight" in tensors,
+        is_kv_split=in_some_block(tensors, "attn_k_b.weight"),
     )
     stated = {"attention.key_length": latent.key_dim, "attention.value_length": latent.key_dim}
     one_head = {**metadata, **{f"deepseek2.{name}": value for name, value in stated.items()}}
     fields = gguf_config.decoder_fields(GgufKeys(one_head, "deepseek2"), tensors)
     fields |= {"num_kv_heads": 1, "qkv_bias": False}
-    num_dense = keys.get("leading_dense_block_count", 0)
+    num_dense = min(keys.whole("leading_dense_block_count", 0, least=0), fields["num_layers"])
     layers = [LayerConfig(rope, keys.whole("feed_forward_length"))] * num_dense
     if num_dense < fields["num_layers"]:
-        experts = LayerConfig(rope, None, experts=_experts_from_gguf(keys, tensors, num_dense))
+        experts = LayerConfig(rope, None, experts=_experts_from_gguf(keys, tensors))
         layers += [experts] * (fields["num_layers"] - num_dense)
     return DecoderConfig(
         layers=tuple(layers),
@@ -179,20 +188,28 @@ def config_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) ->
     )
 
 
-def _experts_from_gguf(keys: GgufKeys, tensors: Mapping[str, Any], first: int) -> ExpertsConfig:
+# Files from before `expert_group_count` do not say that V3 and R1 choose 4 of 8 groups first; other
+# models with sigmoid gates and this architecture have other numbers of experts, and no groups.
+V3_EXPERTS = 256
+
+
+def _experts_from_gguf(keys: GgufKeys, tensors: Mapping[str, Any]) -> ExpertsConfig:
     gate = keys.get("expert_gating_func", 1)
-    if gate not in _GATES:
+    if gate not in list(_GATES):  # of any type
         raise ValueError(f"deepseek2.expert_gating_func is {gate}; this build knows {_GATES}")
-    ffn_dim, num_shared = keys.whole("expert_feed_forward_length"), keys.get("expert_shared_count")
+    ffn_dim = keys.whole("expert_feed_forward_length")
+    num_shared = keys.whole("expert_shared_count", 0, least=0)
+    num_experts = keys.whole("expert_count")
+    num_groups, groups_per_token = (8, 4) if gate == 2 and num_experts == V3_EXPERTS else (1, 1)
     router = RouterConfig(
-        keys.whole("expert_count"),
+        num_experts,
         keys.whole("expert_used_count"),
         score="sigmoid" if gate == 2 else "softmax",
         renormalize=bool(keys.get("expert_weights_norm", False)),
-        scale=keys.get("expert_weights_scale") or 1.0,
-        has_selection_bias=f"blk.{first}.exp_probs_b.bias" in tensors,
-        num_groups=keys.whole("expert_group_count", 1),
-        groups_per_token=keys.whole("expert_group_used_count", 1),
+        scale=keys.scale("expert_weights_scale"),
+        has_selection_bias=in_some_block(tensors, "exp_probs_b.bias"),
+        num_groups=keys.whole("expert_group_count", num_groups),
+        groups_per_token=keys.whole("expert_group_used_count", groups_per_token),
         group_score="best_two" if gate == 2 else "best",
     )
     shared = num_shared * ffn_dim if num_shared else None

@@ -17,6 +17,7 @@ import numpy as np
 from jaxinfer.models.decoder_weights import GGUF_IGNORED, GGUF_ROWS, HF_IGNORED, HF_ROWS
 from jaxinfer.models.family import (
     LINEAR,
+    LINEAR_STACKED,
     RESHAPED,
     Rows,
     Shape,
@@ -28,14 +29,6 @@ from jaxinfer.nn.latent_attention import LatentConfig
 
 _ATTENTION = r"blocks\.(\d+)\.attention\."
 _MLP = r"blocks\.(\d+)\.mlp\."
-
-
-def _swapped(shape: Shape) -> Shape:
-    return (*shape[:-2], shape[-1], shape[-2])
-
-
-# [*E, outputs, inputs] as it is stored, of several matrices at once.
-STACKED = Transform(_swapped, lambda stored, shape: stored.swapaxes(-1, -2), is_matrix=True)
 
 
 def _turned_last(rope_dim: int) -> Callable[[Shape], Rows]:
@@ -68,7 +61,7 @@ def _of_each_head(latent: LatentConfig, num_heads: int) -> tuple[Transform, Tran
         return lambda shape: of_heads.reshape(-1)
 
     def transposed(stored: np.ndarray, shape: Shape) -> np.ndarray:
-        return stored.reshape(_swapped(shape)).swapaxes(-1, -2)
+        return stored.reshape(LINEAR_STACKED.stored_shape(shape)).swapaxes(-1, -2)
 
     keys = Transform(stored_shape, lambda stored, shape: stored.reshape(shape), rows(0, nope))
     return keys, Transform(stored_shape, transposed, rows(nope, width))
@@ -120,8 +113,8 @@ def gguf_weights(config: Any) -> WeightTable:
     latent = config.latent
     if latent.is_kv_split:
         kv_b = (
-            Weight(_ATTENTION + "k_b", r"blk.\1.attn_k_b.weight", STACKED),
-            Weight(_ATTENTION + "v_b", r"blk.\1.attn_v_b.weight", STACKED),
+            Weight(_ATTENTION + "k_b", r"blk.\1.attn_k_b.weight", LINEAR_STACKED),
+            Weight(_ATTENTION + "v_b", r"blk.\1.attn_v_b.weight", LINEAR_STACKED),
         )
     else:
         k_b, v_b = _of_each_head(latent, config.num_heads)
@@ -141,7 +134,7 @@ def gguf_weights(config: Any) -> WeightTable:
         *kv_b,
         Weight(_MLP + "router", r"blk.\1.ffn_gate_inp.weight", LINEAR),
         Weight(_MLP + "selection_bias", r"blk.\1.exp_probs_b.bias"),
-        Weight(_MLP + "(gate|up|down)", r"blk.\1.ffn_\2_exps.weight", STACKED),
+        Weight(_MLP + "(gate|up|down)", r"blk.\1.ffn_\2_exps.weight", LINEAR_STACKED),
         Weight(
             _MLP + r"shared\.gate_up",
             (r"blk.\1.ffn_gate_shexp.weight", r"blk.\1.ffn_up_shexp.weight"),

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxinfer.kernels.flash_attention import flash_attention
 from jaxinfer.kernels.gated_mlp.activations import ACTIVATIONS
+from jaxinfer.nn.checks import not_whole, refuse_wrong, whole_fields, wrong_epsilon
 from jaxinfer.nn.layers import MLP, Embedding, LayerNorm, Linear, Numerics, parameter
 
 
@@ -39,15 +40,7 @@ class EncoderConfig:
 
     def __post_init__(self):
         least = {"num_token_types": 0, "first_position": 0}
-        wrong = [
-            f"{field.name} is {value!r}; it must be a whole number of at least {minimum}"
-            for field in dataclasses.fields(self)
-            if field.type == "int"
-            and (
-                type(value := getattr(self, field.name)) is not int
-                or value < (minimum := least.get(field.name, 1))
-            )
-        ]
+        wrong = not_whole(whole_fields(self), least)
         if not wrong and self.model_dim % self.num_heads:
             wrong.append(f"model_dim {self.model_dim} is no multiple of {self.num_heads} heads")
         if not wrong and self.max_len < 1:
@@ -55,14 +48,10 @@ class EncoderConfig:
                 f"num_positions is {self.num_positions}; the first token takes position "
                 f"{self.first_position}"
             )
-        if not 0 < self.norm_eps < 1:
-            wrong.append(f"norm_eps is {self.norm_eps}; it must lie between 0 and 1")
+        wrong += wrong_epsilon("norm_eps", self.norm_eps)
         if self.activation not in ACTIVATIONS:
             wrong.append(f"activation is {self.activation!r}; there are {', '.join(ACTIVATIONS)}")
-        if wrong:
-            raise ValueError(
-                "the model's configuration does not hold together: " + "; ".join(wrong)
-            )
+        refuse_wrong("the model's configuration", wrong)
 
     @property
     def head_dim(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxinfer.models.decoder import LayerConfig
 from jaxinfer.models.family import LINEAR, LINEAR_STACKED, RESHAPED, Weight
-from jaxinfer.models.gguf_config import DECODER_KEYS, GgufKeys
+from jaxinfer.models.gguf_config import DECODER_KEYS, GgufKeys, in_some_block
 from jaxinfer.models.hf_config import need
 from jaxinfer.nn.experts import ExpertsConfig, RouterConfig
 from jaxinfer.nn.rope import Rope
@@ -88,27 +88,28 @@ def layers_from_gguf(
     rope: Rope,
     *,
     renormalize: bool,
+    default_ffn_dim: int | None = None,
     windows: Sequence[int | None] = (None,),
     **particular: Any,
 ) -> tuple[LayerConfig, ...]:
     """The layers of a GGUF file; those that have a router have experts.
 
-    `renormalize` is what the architecture does where the file does not say; layer i has the window
-    `windows[i % len(windows)]`; `particular` are fields of `ExpertsConfig`.
+    `renormalize` is what the architecture does where the file does not say, and `default_ffn_dim`
+    the width of its experts (None: the layer's, over the experts a token takes); layer i has the
+    window `windows[i % len(windows)]`; `particular` are fields of `ExpertsConfig`.
     """
     ffn_dim, per_token = keys.whole("feed_forward_length"), keys.whole("expert_used_count")
     router = RouterConfig(
         keys.whole("expert_count"),
         per_token,
         renormalize=bool(keys.get("expert_weights_norm", renormalize)),
-        scale=float(keys.get("expert_weights_scale") or 1.0),
-        has_bias="blk.0.ffn_gate_inp.bias" in tensors,
+        scale=keys.scale("expert_weights_scale"),
+        has_bias=in_some_block(tensors, "ffn_gate_inp.bias"),
     )
-    experts_dim = particular.pop("ffn_dim", None) or keys.whole(
-        "expert_feed_forward_length", max(1, ffn_dim // per_token)
-    )
+    default_ffn_dim = default_ffn_dim or max(1, ffn_dim // per_token)
+    experts_dim = keys.whole("expert_feed_forward_length", default_ffn_dim)
     experts = ExpertsConfig(router, experts_dim, **particular)
-    count = keys.whole("block_count")
+    count = keys.num_layers()
     layers = [LayerConfig(rope, ffn_dim, windows[i % len(windows)]) for i in range(count)]
     return mixed_layers(
         layers, experts, [f"blk.{i}.ffn_gate_inp.weight" in tensors for i in range(count)]

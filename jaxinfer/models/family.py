@@ -171,9 +171,12 @@ class WeightTable:
             if (names := weight.names(path, dims)) is None:
                 continue
             if (other := weight.other) is not None:
-                others = other.names(path, dims)
-                if others and all(n in there for n in _as_tuple(others)):
-                    return others, other.transform
+                # One name first, all only if it is there: a config may claim any number of them.
+                first = other.names(path, (1, *dims[1:]))
+                if first and _as_tuple(first)[0] in there:
+                    others = _as_tuple(other.names(path, dims) or ())
+                    if all(name in there for name in others):
+                        return others, other.transform
             return names, weight.transform
         raise KeyError(path)
 
@@ -201,10 +204,10 @@ class Family:
     """
 
     name: str
+    models: str  # the published models it runs, as docs/models.md names them
     build: Callable[[Any, Numerics], nnx.Module]
     config_from_hf: Callable[[Mapping[str, Any], Mapping[str, Any]], Any]
     hf_weights: Callable[[Any], WeightTable]
     config_from_gguf: Callable[[Mapping[str, Any], Mapping[str, Any]], Any] | None = None
     gguf_weights: Callable[[Any], WeightTable] | None = None
     restarts_at_limit: bool = False
-    models: str = ""  # the published models it runs, as docs/models.md names them

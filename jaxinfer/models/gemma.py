@@ -29,8 +29,14 @@ from jaxinfer.nn.rope import Rope
 
 GELU = "gelu_pytorch_tanh"
 # What the configuration classes say where config.json is silent; Gemma 3's is nearly empty.
-DEFAULTS = {"head_dim": 256, "max_position_embeddings": 8192, "tie_word_embeddings": True}
+DEFAULTS = {
+    "head_dim": 256,
+    "max_position_embeddings": 8192,
+    "num_key_value_heads": 16,
+    "tie_word_embeddings": True,
+}
 DEFAULTS_OF_2 = DEFAULTS | {
+    "num_key_value_heads": 4,
     "hidden_activation": GELU,
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
@@ -76,7 +82,9 @@ def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gemma_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
-    """From config.json. Old files say "gelu", and mean its approximation by tanh."""
+    """From config.json. A `hidden_act` of "gelu" means the approximation by tanh, as the reference
+    reads it: the publisher's first files say so of models trained with the approximation. The exact
+    one is asked for by `hidden_activation`, which goes before it."""
     config = DEFAULTS | dict(config)
     [ffn_dim] = hf_config.need(config, "intermediate_size")
     fields = _fields(config | {"hidden_act": config.get("hidden_activation") or GELU})
@@ -98,7 +106,7 @@ def gemma2_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Dec
     return DecoderConfig(
         layers=tuple(LayerConfig(rope, ffn_dim, window) for window in windows),
         norms="around",
-        attention_scale=config["query_pre_attn_scalar"] ** -0.5,
+        attention_scale=hf_config.number(config, "query_pre_attn_scalar") ** -0.5,
         attention_soft_cap=config["attn_logit_softcapping"],
         logits_soft_cap=config["final_logit_softcapping"],
         **fields,
@@ -108,7 +116,7 @@ def gemma2_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Dec
 def gemma3_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
     """From config.json of a text model, or of one with images, whose `text_config` is read."""
     if "text_config" in config:
-        config = config["text_config"]
+        config = hf_config.section(config, "text_config")
         # The reference leaves it out where there are images; no published model sets it.
         hf_config.refuse(config, final_logit_softcapping=None)
     config = DEFAULTS_OF_3 | dict(config)
@@ -119,9 +127,9 @@ def gemma3_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Dec
         fields["head_dim"],
         fields["max_len"],
         theta=GLOBAL_THETA,
-        local_theta=float(config.get("rope_local_base_freq") or LOCAL_THETA),
+        local_theta=hf_config.number(config, "rope_local_base_freq", LOCAL_THETA),
     )
-    every = config.get("sliding_window_pattern", 6)
+    every = hf_config.whole(config, "sliding_window_pattern", default=6)
     windows = hf_config.layer_windows(
         config, fields["num_layers"], config["sliding_window"], lambda i: (i + 1) % every != 0
     )
@@ -131,7 +139,7 @@ def gemma3_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Dec
         layers=tuple(layers),
         norms="around",
         qk_norm="head",
-        attention_scale=config["query_pre_attn_scalar"] ** -0.5,
+        attention_scale=hf_config.number(config, "query_pre_attn_scalar") ** -0.5,
         logits_soft_cap=config.get("final_logit_softcapping"),
         **fields,
     )
@@ -182,7 +190,7 @@ def gemma3_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) ->
     ffn_dim = keys.whole("feed_forward_length")
     layers = (LayerConfig(full, ffn_dim),)
     if keys.get("attention.sliding_window"):
-        local = Rope(float(keys.get("rope.freq_base_swa", LOCAL_THETA)), full.dim)
+        local = Rope(keys.number("rope.freq_base_swa", LOCAL_THETA), full.dim)
         layers = (LayerConfig(local, ffn_dim, keys.whole("attention.sliding_window")),) * 5 + layers
     return DecoderConfig(
         layers=layers,

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Set
 from typing import Any
+
+from jaxinfer.models.hf_config import bounded_layers
+from jaxinfer.nn.checks import not_positive, not_whole
 
 # Beginnings of keys that say how the model computes.
 WATCHED = (
@@ -38,12 +42,28 @@ class GgufKeys:
             raise ValueError(f"the GGUF file has no {self.architecture}.{name}")
         return value
 
-    def whole(self, name: str, default: int | None = None) -> int:
-        """A whole number of at least 1; `ValueError` otherwise."""
+    def whole(self, name: str, default: int | None = None, least: int = 1) -> int:
+        """A whole number of at least `least`; `ValueError` otherwise."""
         value = self.need(name) if default is None else self.get(name, default)
-        if type(value) is not int or value < 1:
-            raise ValueError(f"{self.architecture}.{name} is {value}; it must be a whole number")
+        full = f"{self.architecture}.{name}"
+        if wrong := not_whole({full: value}, {full: least}):
+            raise ValueError(wrong[0])
         return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A finite number above 0; `ValueError` otherwise."""
+        value = self.need(name) if default is None else self.get(name, default)
+        if wrong := not_positive({f"{self.architecture}.{name}": value}):
+            raise ValueError(wrong[0])
+        return float(value)
+
+    def scale(self, name: str, default: float = 1.0) -> float:
+        """As `number`; a 0 in the file is none, as llama.cpp reads it: `default`."""
+        return default if self.get(name) in (None, 0) else self.number(name)
+
+    def num_layers(self) -> int:
+        """The number of blocks; `ValueError` where it is above what is read."""
+        return bounded_layers(f"{self.architecture}.block_count", self.whole("block_count"))
 
     def refuse_unread(self, read: Set[str]) -> None:
         """`ValueError` for keys of attention, RoPE, experts and the like that are not `read`: each
@@ -74,6 +94,8 @@ DECODER_KEYS = frozenset(
         "rope.scaling.factor",
         "rope.scaling.original_context_length",
         "rope.scaling.attn_factor",
+        "rope.scaling.yarn_attn_factor",
+        "rope.scaling.yarn_ext_factor",
         "rope.scaling.yarn_beta_fast",
         "rope.scaling.yarn_beta_slow",
         "rope.scaling.finetuned",  # says how the model was trained, not how it computes
@@ -81,28 +103,33 @@ DECODER_KEYS = frozenset(
 )
 
 
+def in_some_block(tensors: Mapping[str, Any], name: str) -> bool:
+    """Whether any block has this tensor: which ones do is for the loader to check, by name."""
+    return any(re.fullmatch(rf"blk\.\d+\.{re.escape(name)}", stored) for stored in tensors)
+
+
 def decoder_fields(keys: GgufKeys, tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of a `DecoderConfig` that nearly all architectures state alike: all but `layers`.
     Biases and the tied head are read off the tensor names."""
     model_dim, num_heads = keys.whole("embedding_length"), keys.whole("attention.head_count")
-    head_dim = keys.get("attention.key_length", model_dim // num_heads)
-    if keys.get("attention.value_length", head_dim) != head_dim:
+    head_dim = keys.whole("attention.key_length", max(1, model_dim // num_heads))
+    if keys.whole("attention.value_length", head_dim) != head_dim:
         raise ValueError(
             f"{keys.architecture}.attention.value_length {keys.get('attention.value_length')} "
             f"differs from the key's length {head_dim}; this family has one head dimension"
         )
     embedding = tensors.get("token_embd.weight")
     return {
-        "vocab_size": embedding.shape[0] if embedding is not None else keys.need("vocab_size"),
-        "num_layers": keys.need("block_count"),
+        "vocab_size": keys.whole("vocab_size") if embedding is None else embedding.shape[0],
+        "num_layers": keys.num_layers(),
         "model_dim": model_dim,
         "num_heads": num_heads,
-        "num_kv_heads": keys.get("attention.head_count_kv", num_heads),
+        "num_kv_heads": keys.whole("attention.head_count_kv", num_heads),
         "head_dim": head_dim,
-        "max_len": keys.need("context_length"),
-        "norm_eps": keys.need("attention.layer_norm_rms_epsilon"),
+        "max_len": keys.whole("context_length"),
+        "norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
         "is_tied": "output.weight" not in tensors,
-        "qkv_bias": "blk.0.attn_q.bias" in tensors,
-        "out_bias": "blk.0.attn_output.bias" in tensors,
-        "mlp_bias": "blk.0.ffn_up.bias" in tensors,
+        "qkv_bias": in_some_block(tensors, "attn_q.bias"),
+        "out_bias": in_some_block(tensors, "attn_output.bias"),
+        "mlp_bias": in_some_block(tensors, "ffn_up.bias"),
     }

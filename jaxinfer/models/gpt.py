@@ -11,16 +11,21 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
-import jax
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.kernels.gated_mlp.activations import ACTIVATIONS
 from jaxinfer.kernels.kv_pages import KVPages
 from jaxinfer.kv_cache import CacheShape, RaggedBatch
-from jaxinfer.models.decoder import run_block
+from jaxinfer.models.decoder import head_logits, run_blocks
 from jaxinfer.nn.attention import Attention, AttentionConfig
+from jaxinfer.nn.checks import (
+    not_whole,
+    refuse_wrong,
+    whole_fields,
+    wrong_epsilon,
+    wrong_rope_dims,
+)
 from jaxinfer.nn.layers import MLP, Embedding, LayerNorm, Linear, Numerics, parameter, tokenwise
 from jaxinfer.nn.rope import Rope
 
@@ -51,31 +56,15 @@ class GptConfig:
     scales_by_layer: bool = False  # scores of layer i by 1 / (i + 1) as well
 
     def __post_init__(self):
-        wrong = [
-            f"{field.name} is {value!r}; it must be a whole number of at least {minimum}"
-            for field in dataclasses.fields(self)
-            if field.type == "int"
-            and (
-                type(value := getattr(self, field.name)) is not int
-                or value < (minimum := 0 if field.name == "first_position" else 1)
-            )
-        ]
+        wrong = not_whole(whole_fields(self), {"first_position": 0})
         if not wrong and self.model_dim % self.num_heads:
             wrong.append(f"model_dim {self.model_dim} is no multiple of {self.num_heads} heads")
         if not wrong and self.rope is not None:
-            dim = self.rope.dim
-            if dim % 2 or not 2 <= dim <= self.head_dim:
-                wrong.append(
-                    f"rope.dim is {dim}; it must be even, from 2 to head_dim {self.head_dim}"
-                )
-        if not 0 < self.norm_eps < 1:
-            wrong.append(f"norm_eps is {self.norm_eps}; it must lie between 0 and 1")
+            wrong += wrong_rope_dims([self.rope.dim], self.head_dim)
+        wrong += wrong_epsilon("norm_eps", self.norm_eps)
         if self.activation not in ACTIVATIONS:
             wrong.append(f"activation is {self.activation!r}; there are {', '.join(ACTIVATIONS)}")
-        if wrong:
-            raise ValueError(
-                "the model's configuration does not hold together: " + "; ".join(wrong)
-            )
+        refuse_wrong("the model's configuration", wrong)
 
     @property
     def head_dim(self) -> int:
@@ -171,19 +160,11 @@ class GptDecoder(nnx.Module):
         self, token_ids: Int[Array, " T"], batch: RaggedBatch, pages: Sequence[KVPages]
     ) -> tuple[Float[Array, "T D"], tuple[KVPages, ...]]:
         """Hidden states of every token; pages with the new keys and values."""
-        update, residual = self._embedded(token_ids, batch.positions), None
         rope, angles = self.config.rope, None
         if rope is not None:
             angles = tokenwise(self.numerics, rope.angles, batch.positions, batch.rope_len)
-        new_pages = []
-        for i, (block, layer_pages) in enumerate(zip(self.blocks, pages, strict=True)):
-            with jax.named_scope(f"block_{i}"):
-                graph, weights = nnx.split(block)
-                update, residual, layer_pages = run_block(
-                    graph, weights, update, residual, angles, batch, layer_pages
-                )
-            new_pages.append(layer_pages)
-        return (update if residual is None else residual + update), tuple(new_pages)
+        embedded = self._embedded(token_ids, batch.positions)
+        return run_blocks(self.blocks, embedded, [angles] * len(self.blocks), batch, pages)
 
     def _embedded(self, token_ids, positions):
         x = self.embed(token_ids)
@@ -196,7 +177,4 @@ class GptDecoder(nnx.Module):
         return tokenwise(self.numerics, self._logits, hidden)
 
     def _logits(self, hidden):
-        normed = self.norm(hidden)
-        if self.head is None:
-            return self.embed.logits(normed)
-        return self.head(normed, accumulate=jnp.float32)
+        return head_logits(self.norm(hidden), self.head, self.embed)

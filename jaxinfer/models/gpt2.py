@@ -23,9 +23,8 @@ from jaxinfer.models.gpt_weights import (
     gguf_weights,
     in_module,
     rows,
-    whole,
 )
-from jaxinfer.models.hf_config import activation, refuse
+from jaxinfer.models.hf_config import activation, number, refuse, whole
 
 
 def _conv1d(index: int) -> Transform:
@@ -94,7 +93,7 @@ def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Gpt
         ffn_dim=whole(config, "n_inner", default=4 * model_dim),
         max_len=whole(config, "n_positions", "max_position_embeddings", default=1024),
         activation=activation(config, "activation_function", default="gelu_new"),
-        norm_eps=config.get("layer_norm_epsilon", 1e-5),
+        norm_eps=number(config, "layer_norm_epsilon", 1e-5),
         has_position_table=True,
         is_tied=bool(config.get("tie_word_embeddings", True)),
         scales_scores=bool(config.get("scale_attn_weights", True)),

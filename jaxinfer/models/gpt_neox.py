@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxinfer.models.family import Family, WeightTable
-from jaxinfer.models.gguf_config import GgufKeys
+from jaxinfer.models.gguf_config import GgufKeys, in_some_block
 from jaxinfer.models.gpt import GptConfig, GptDecoder
 from jaxinfer.models.gpt_weights import (
     BLOCK,
@@ -17,11 +17,11 @@ from jaxinfer.models.gpt_weights import (
     in_module,
     interleaved,
     rows,
-    whole,
 )
-from jaxinfer.models.hf_config import activation
+from jaxinfer.models.hf_config import activation, number, whole
 from jaxinfer.models.rope_config import rope_from_gguf, rope_from_hf
 
+SIZE_OF_20B = (44, 6144)  # layers, and their width
 _GGUF_KEYS = GGUF_KEYS | {
     "rope.dimension_count",
     "rope.freq_base",
@@ -79,7 +79,7 @@ def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Gpt
         ffn_dim=whole(config, "intermediate_size", default=24576),
         max_len=max_len,
         activation=activation(config, "hidden_act", default="gelu"),
-        norm_eps=config.get("layer_norm_eps", 1e-5),
+        norm_eps=number(config, "layer_norm_eps", 1e-5),
         residual="parallel" if config.get("use_parallel_residual", True) else "sequential",
         rope=rope_from_hf({**older, **config}, model_dim // num_heads, max_len),
         has_attention_bias=bool(config.get("attention_bias", True)),
@@ -89,17 +89,19 @@ def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Gpt
 
 def config_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> GptConfig:
     """From a GGUF file's key-values. They do not name the activation; it is the exact GELU, with
-    which nearly all of these models were trained."""
+    which nearly all of these models were trained. GPT-NeoX-20B, told apart by its size, was trained
+    with the approximation by tanh (its config.json says "gelu_fast")."""
     keys = GgufKeys(metadata, "gptneox")
     keys.refuse_unread(_GGUF_KEYS)
     fields = gguf_fields(keys, tensors)
     head_dim = fields["model_dim"] // fields["num_heads"]
+    is_20b = (fields["num_layers"], fields["model_dim"]) == SIZE_OF_20B
     return GptConfig(
         max_len=keys.whole("context_length"),
-        activation="gelu",
+        activation="gelu_pytorch_tanh" if is_20b else "gelu",
         residual="parallel" if keys.get("use_parallel_residual", True) else "sequential",
         rope=rope_from_gguf(metadata, "gptneox", head_dim, tensors),
-        has_attention_bias="blk.0.attn_qkv.bias" in tensors,
+        has_attention_bias=in_some_block(tensors, "attn_qkv.bias"),
         **fields,
     )
 

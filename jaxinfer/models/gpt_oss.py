@@ -77,7 +77,7 @@ GGUF_WEIGHTS = WeightTable(
 def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
     """From config.json; missing keys take `GptOssConfig`'s defaults, sizes excepted."""
     config = DEFAULTS | dict(config)
-    if not config.get("rope_parameters") and not config.get("rope_scaling"):
+    if not any(hf_config.section(config, key) for key in ("rope_parameters", "rope_scaling")):
         config["rope_parameters"] = YARN
     ffn_dim, per_token = hf_config.need(config, "intermediate_size", "num_experts_per_tok")
     fields = hf_config.decoder_fields(config)
@@ -87,7 +87,9 @@ def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Dec
     )
     # A softmax over the chosen logits is the softmax over all, divided by the chosen ones' sum.
     router = RouterConfig(num_experts(config), per_token, renormalize=True, has_bias=True)
-    activation = ClampedSwiGLU(float(config["swiglu_alpha"]), float(config["swiglu_limit"]))
+    activation = ClampedSwiGLU(
+        hf_config.number(config, "swiglu_alpha"), hf_config.number(config, "swiglu_limit")
+    )
     experts = ExpertsConfig(router, ffn_dim, activation, bias=True)
     layers = [LayerConfig(rope, ffn_dim, window) for window in windows]
     has_bias = bool(config["attention_bias"])

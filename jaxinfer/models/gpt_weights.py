@@ -28,19 +28,6 @@ GGUF_KEYS = frozenset(
 )
 
 
-def whole(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
-    """The whole number of at least 1 under the first of these names that is there.
-
-    `ValueError` for anything else, and, without a default, where none is.
-    """
-    value = next((config[name] for name in names if config.get(name) is not None), default)
-    if type(value) is not int or value < 1:
-        raise ValueError(
-            f"config.json has {value!r} for {' or '.join(names)}; it must be a whole number"
-        )
-    return value
-
-
 def in_module(outer: str, *inner: str) -> tuple[tuple[str, str], ...]:
     """`WeightTable.renamed` of models saved without their head: the names of `inner` modules, which
     elsewhere lie in the module `outer`."""
@@ -121,10 +108,10 @@ def gguf_fields(keys: GgufKeys, tensors: Mapping[str, Any]) -> dict[str, Any]:
         )
     return {
         "vocab_size": keys.whole("vocab_size") if embedding is None else embedding.shape[0],
-        "num_layers": keys.whole("block_count"),
+        "num_layers": keys.num_layers(),
         "model_dim": keys.whole("embedding_length"),
         "num_heads": num_heads,
         "ffn_dim": keys.whole("feed_forward_length"),
-        "norm_eps": keys.need("attention.layer_norm_epsilon"),
+        "norm_eps": keys.number("attention.layer_norm_epsilon"),
         "is_tied": "output.weight" not in tensors,
     }

@@ -27,16 +27,17 @@ def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Dec
         qkv_bias=has_bias,
         out_bias=has_bias,
         mlp_bias=bool(config.get("mlp_bias", False)),
-        embedding_scale=float(config.get("embedding_multiplier", 1.0)),
-        attention_scale=float(config.get("attention_multiplier", 1.0)),
-        residual_scale=float(config.get("residual_multiplier", 1.0)),
-        logits_scale=1 / config.get("logits_scaling", 1.0),
+        embedding_scale=hf_config.number(config, "embedding_multiplier", 1.0),
+        attention_scale=hf_config.number(config, "attention_multiplier", 1.0),
+        residual_scale=hf_config.number(config, "residual_multiplier", 1.0),
+        logits_scale=1 / hf_config.number(config, "logits_scaling", 1.0),
         **fields,
     )
 
 
 def config_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
-    """From a GGUF file's key-values; its logit scale is a divisor."""
+    """From a GGUF file's key-values; its logit scale is a divisor, and a scale of 0 is
+    none."""
     keys = GgufKeys(metadata, "granite")
     scales = {"attention.scale", "embedding_scale", "residual_scale", "logit_scale"}
     keys.refuse_unread(DECODER_KEYS | scales)
@@ -44,10 +45,10 @@ def config_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) ->
     rope = rope_from_gguf(metadata, "granite", fields["head_dim"], tensors)
     return DecoderConfig(
         layers=(LayerConfig(rope, keys.whole("feed_forward_length")),),
-        embedding_scale=keys.get("embedding_scale", 1.0),
-        attention_scale=keys.get("attention.scale"),
-        residual_scale=keys.get("residual_scale", 1.0),
-        logits_scale=1 / keys.get("logit_scale", 1.0),
+        embedding_scale=keys.scale("embedding_scale"),
+        attention_scale=keys.scale("attention.scale", 0.0) or None,
+        residual_scale=keys.scale("residual_scale"),
+        logits_scale=1 / keys.scale("logit_scale"),
         **fields,
     )
 

@@ -42,8 +42,7 @@ def config_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) ->
     ffn_dim = keys.whole("feed_forward_length")
     if not keys.get("expert_count", 0):
         return DecoderConfig(layers=(LayerConfig(rope, ffn_dim),), **fields)
-    experts_dim = keys.whole("expert_feed_forward_length", ffn_dim)
-    layers = layers_from_gguf(keys, tensors, rope, renormalize=True, ffn_dim=experts_dim)
+    layers = layers_from_gguf(keys, tensors, rope, renormalize=True, default_ffn_dim=ffn_dim)
     return DecoderConfig(layers=layers, **fields)
 
 

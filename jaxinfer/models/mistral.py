@@ -12,7 +12,11 @@ from jaxinfer.models.family import Family, WeightTable
 from jaxinfer.models.rope_config import rope_from_hf
 
 # What `MistralConfig` says where config.json is silent: no window is a null, not a missing key.
-DEFAULTS = {"sliding_window": 4096, "max_position_embeddings": 131_072}
+DEFAULTS = {
+    "sliding_window": 4096,
+    "max_position_embeddings": 131_072,
+    "num_key_value_heads": 8,
+}
 HF_WEIGHTS = WeightTable(HF_ROWS, HF_IGNORED)
 WRAPPED_WEIGHTS = WeightTable(HF_ROWS, HF_IGNORED + HF_IMAGES, HF_WRAPPED)
 
@@ -31,7 +35,7 @@ def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Dec
 
 def config_from_wrapped(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
     """The text model of a Mistral with images: `text_config` in config.json."""
-    text = config.get("text_config") or {}
+    text = hf_config.section(config, "text_config")
     kind = text.get("model_type", "mistral")
     if kind not in ("mistral", "ministral"):
         raise ValueError(f"text_config's model_type is {kind!r}; this build has mistral, ministral")

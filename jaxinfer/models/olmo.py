@@ -39,7 +39,9 @@ def olmo3_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Deco
     """From config.json. A RoPE scaling is that of the full layers alone."""
     [ffn_dim] = hf_config.need(config, "intermediate_size")
     fields = _fields(config)
-    theta = float(config.get("rope_theta") or THETA_OF_OLMO3)
+    theta = THETA_OF_OLMO3
+    if config.get("rope_theta") is not None:
+        theta = hf_config.number(config, "rope_theta")
     full, sliding = ropes_from_hf(
         config, fields["head_dim"], fields["max_len"], theta=theta, local_theta=theta
     )

@@ -7,8 +7,8 @@ from typing import Any
 
 from jaxinfer.models.family import Family, WeightTable
 from jaxinfer.models.gpt import GptConfig, GptDecoder
-from jaxinfer.models.gpt_weights import BLOCK, in_module, rows, whole
-from jaxinfer.models.hf_config import activation, refuse
+from jaxinfer.models.gpt_weights import BLOCK, in_module, rows
+from jaxinfer.models.hf_config import activation, refuse, whole
 
 FIRST_POSITION = 2
 

@@ -25,7 +25,7 @@ def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Dec
     """From config.json. Its RoPE scalings of other names are LongRoPE too."""
     config = DEFAULTS | dict(config)
     for key in ("rope_scaling", "rope_parameters"):
-        given = config.get(key) or {}
+        given = hf_config.section(config, key)
         if given.get("rope_type", given.get("type")) in OTHER_NAMES_OF_LONGROPE:
             config[key] = {**given, "rope_type": "longrope"}
     [ffn_dim] = hf_config.need(config, "intermediate_size")

@@ -12,41 +12,43 @@ from jaxinfer.models.family import Family, WeightTable
 from jaxinfer.models.gguf_config import DECODER_KEYS, GgufKeys
 from jaxinfer.models.rope_config import rope_from_gguf, rope_from_hf
 
+# What `Qwen2Config` and `Qwen3Config` say where config.json is silent.
+DEFAULTS = {"max_position_embeddings": 32_768, "num_key_value_heads": 32}
 HF_WEIGHTS = WeightTable(HF_ROWS, HF_IGNORED)
 GGUF_WEIGHTS = WeightTable(GGUF_HALVES_ROWS, GGUF_IGNORED)
 
 
-def layers_from_hf(
+def _layers_from_hf(
     config: Mapping[str, Any], fields: Mapping[str, Any], ffn_dim: int
 ) -> tuple[LayerConfig, ...]:
-    """Of layers with a feed-forward layer of `ffn_dim`. With `use_sliding_window` the layers from
+    """All layers, with an MLP of `ffn_dim`; with `use_sliding_window` those from
     `max_window_layers` on have a window."""
     hf_config.refuse(config, dual_chunk_attention_config=None)
     rope = rope_from_hf(config, fields["head_dim"], fields["max_len"])
     window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
-    first = config.get("max_window_layers", 28)
+    first = lambda: hf_config.whole(config, "max_window_layers", default=28, least=0)
     windows = hf_config.layer_windows(
-        config, fields["num_layers"], window, lambda layer: layer >= first
+        config, fields["num_layers"], window, lambda layer: layer >= first()
     )
     return tuple(LayerConfig(rope, ffn_dim, window) for window in windows)
 
 
 def qwen2_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
     """From config.json; missing keys take `Qwen2Config`'s defaults."""
-    config = {"max_position_embeddings": 32_768} | dict(config)
+    config = DEFAULTS | dict(config)
     [ffn_dim] = hf_config.need(config, "intermediate_size")
     fields = hf_config.decoder_fields(config)
-    return DecoderConfig(layers=layers_from_hf(config, fields, ffn_dim), qkv_bias=True, **fields)
+    return DecoderConfig(layers=_layers_from_hf(config, fields, ffn_dim), qkv_bias=True, **fields)
 
 
 def qwen3_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
     """From config.json; missing keys take `Qwen3Config`'s defaults."""
-    config = {"head_dim": 128, "max_position_embeddings": 32_768} | dict(config)
+    config = DEFAULTS | {"head_dim": 128} | dict(config)
     [ffn_dim] = hf_config.need(config, "intermediate_size")
     fields = hf_config.decoder_fields(config)
     has_bias = bool(config.get("attention_bias", False))
     return DecoderConfig(
-        layers=layers_from_hf(config, fields, ffn_dim),
+        layers=_layers_from_hf(config, fields, ffn_dim),
         qk_norm="head",
         qkv_bias=has_bias,
         out_bias=has_bias,

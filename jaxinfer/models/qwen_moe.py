@@ -47,13 +47,13 @@ GGUF_WEIGHTS = WeightTable((*GGUF_EXPERTS_ROWS, *GGUF_HALVES_ROWS), GGUF_IGNORED
 def qwen2_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
     """From config.json; missing keys take `Qwen2MoeConfig`'s defaults, sizes excepted. With
     `use_sliding_window` every other layer below `max_window_layers` has a window."""
-    config = DEFAULTS | dict(config)
+    config = DEFAULTS | {"num_key_value_heads": 16} | dict(config)
     [shared_dim] = hf_config.need(config, "shared_expert_intermediate_size")
     fields = hf_config.decoder_fields(config)
-    first_without = config.get("max_window_layers", 28)
+    first_without = lambda: hf_config.whole(config, "max_window_layers", default=28, least=0)
     window = config["sliding_window"] if config.get("use_sliding_window") else None
     windows = hf_config.layer_windows(
-        config, fields["num_layers"], window, lambda i: i % 2 == 0 and i < first_without
+        config, fields["num_layers"], window, lambda i: i % 2 == 0 and i < first_without()
     )
     layers = _layers(config, fields, windows, shared_ffn_dim=shared_dim, has_shared_gate=True)
     return DecoderConfig(layers=layers, qkv_bias=bool(config.get("qkv_bias", True)), **fields)
@@ -62,7 +62,7 @@ def qwen2_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Deco
 def qwen3_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
     """From config.json; missing keys take `Qwen3MoeConfig`'s defaults, sizes excepted. With
     `use_sliding_window` all layers have a window."""
-    config = DEFAULTS | {"num_experts_per_tok": 8} | dict(config)
+    config = DEFAULTS | {"num_experts_per_tok": 8, "num_key_value_heads": 4} | dict(config)
     fields = hf_config.decoder_fields(config)
     window = config["sliding_window"] if config.get("use_sliding_window") else None
     windows = hf_config.layer_windows(config, fields["num_layers"], window)
@@ -86,7 +86,8 @@ def _layers(config, fields, windows, **shared: Any) -> tuple[LayerConfig, ...]:
         num_experts(config), per_token, renormalize=bool(config.get("norm_topk_prob", False))
     )
     experts = ExpertsConfig(router, experts_dim, fields["activation"], **shared)
-    step, dense = config.get("decoder_sparse_step", 1), set(config.get("mlp_only_layers") or ())
+    step = hf_config.whole(config, "decoder_sparse_step", default=1)
+    dense = set(hf_config.items(config, "mlp_only_layers", int) or ())
     is_mixture = [(i + 1) % step == 0 and i not in dense for i in range(fields["num_layers"])]
     layers = [LayerConfig(rope, ffn_dim, window) for window in windows]
     return mixed_layers(layers, experts, is_mixture)

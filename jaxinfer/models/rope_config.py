@@ -6,7 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from jaxinfer.models.hf_config import FULL, SLIDING
+from jaxinfer.models.gguf_config import GgufKeys
+from jaxinfer.models.hf_config import FULL, SLIDING, number, section
+from jaxinfer.nn.checks import not_positive, not_whole
 from jaxinfer.nn.rope import (
     Divided,
     Dynamic,
@@ -29,19 +31,28 @@ def rope_from_hf(
 
     Raises `ValueError` for an unknown type and for a type whose parameters are missing.
     """
-    given = _with_floats(dict(config.get("rope_scaling") or {}))
-    given |= _with_floats(config.get("rope_parameters") or {})
+    given = _with_floats(section(config, "rope_scaling"))
+    given |= _with_floats(section(config, "rope_parameters"))
     if nested := sorted(key for key, value in given.items() if isinstance(value, Mapping)):
         raise ValueError(f"rope_parameters differ by layer ({nested}); this family has one RoPE")
-    stated = (given.get("rope_theta"), config.get("rope_theta"))
-    theta = next((value for value in stated if value is not None), theta)
-    partial = given.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    stated = given if given.get("rope_theta") is not None else config
+    if stated.get("rope_theta") is not None:
+        theta = number(stated, "rope_theta")
+    partial = given if "partial_rotary_factor" in given else config
+    share = 1.0
+    if partial.get("partial_rotary_factor") is not None:
+        share = number(partial, "partial_rotary_factor")
     if "original_max_position_embeddings" in config:
         given["original_max_position_embeddings"] = config["original_max_position_embeddings"]
-    share = 1.0 if partial is None else partial
     if given.get("rope_type") == "proportional":  # all dimensions, some of them standing still
-        return Rope(float(theta), head_dim, Proportional(given.get("factor") or 1.0, share))
-    return Rope(float(theta), int(head_dim * share), _scaling_from_hf(given, max_len))
+        return Rope(theta, head_dim, Proportional(_stated(given, "factor", 1.0), share))
+    return Rope(theta, int(head_dim * share), _scaling_from_hf(given, max_len))
+
+
+def _stated(given: Mapping[str, Any], name: str, default: Any) -> Any:
+    """What a key says, `default` where it is missing or null: a 0 is said, for `Rope` to refuse."""
+    value = given.get(name)
+    return default if value is None else value
 
 
 def _with_floats(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -63,16 +74,15 @@ def ropes_from_hf(
     Reads `rope_parameters` nested by kind of layer, or the older flat keys, where `rope_scaling`
     speaks of the full layers alone. The thetas are defaults.
     """
-    nested: Mapping[str, Any] = config.get("rope_parameters") or {}
+    nested = section(config, "rope_parameters")
     if unknown := sorted(nested.keys() - {FULL, SLIDING}):
         raise ValueError(f"rope_parameters has {unknown}; this family has {FULL} and {SLIDING}")
     others = {k: v for k, v in config.items() if k not in ("rope_parameters", "rope_scaling")}
-    full = dict(nested.get(FULL) or {}) | dict(config.get("rope_scaling") or {})
-    sliding = nested.get(SLIDING) or {}
+    full = dict(section(nested, FULL)) | dict(section(config, "rope_scaling"))
     return (
         rope_from_hf(others | {"rope_parameters": full}, head_dim, max_len, theta=theta),
         rope_from_hf(
-            others | {"rope_parameters": sliding, "rope_theta": None},
+            others | {"rope_parameters": section(nested, SLIDING), "rope_theta": None},
             head_dim,
             max_len,
             theta=local_theta,
@@ -82,7 +92,9 @@ def ropes_from_hf(
 
 def _scaling_from_hf(given: Mapping[str, Any], max_len: int) -> Unscaled:
     kind = given.get("rope_type", given.get("type", "default"))
-    original_len = given.get("original_max_position_embeddings") or max_len
+    original_len = _stated(given, "original_max_position_embeddings", max_len)
+    if wrong := not_whole({"original_max_position_embeddings": original_len}):
+        raise ValueError(wrong[0])
 
     def need(key: str) -> Any:
         if given.get(key) is None:
@@ -102,27 +114,33 @@ def _scaling_from_hf(given: Mapping[str, Any], max_len: int) -> Unscaled:
                 need("factor"), need("low_freq_factor"), need("high_freq_factor"), original_len
             )
         case "yarn":
-            factor = float(given.get("factor") or max_len / original_len)
+            factor = _stated(given, "factor", max_len / original_len)
             return Yarn(
                 factor,
                 original_len,
-                beta_fast=float(given.get("beta_fast") or 32.0),
-                beta_slow=float(given.get("beta_slow") or 1.0),
+                beta_fast=_stated(given, "beta_fast", 32.0),
+                beta_slow=_stated(given, "beta_slow", 1.0),
                 truncate=given.get("truncate", True),
                 attention_factor=_yarn_attention_factor(given, factor),
             )
         case "longrope":
-            factor = given.get("factor") or max_len / original_len
             attention_factor = given.get("attention_factor")
             if attention_factor is None:
+                factor = _stated(given, "factor", max_len / original_len)
                 attention_factor = _longrope_attention_factor(factor, original_len)
             return LongRope(
-                tuple(need("short_factor")),
-                tuple(need("long_factor")),
+                _divisors(need("short_factor"), "short_factor"),
+                _divisors(need("long_factor"), "long_factor"),
                 original_len,
                 attention_factor=attention_factor,
             )
     raise ValueError(f"rope type {kind!r} is unknown; this build has {', '.join(ROPE_TYPES)}")
+
+
+def _divisors(values: Any, name: str) -> tuple[float, ...]:
+    if not isinstance(values, tuple):
+        raise ValueError(f"{name} is {values!r}; it must be a list of numbers")
+    return values
 
 
 def _yarn_attention_factor(given: Mapping[str, Any], factor: float) -> float:
@@ -133,13 +151,17 @@ def _yarn_attention_factor(given: Mapping[str, Any], factor: float) -> float:
 
     if given.get("attention_factor") is not None:
         return given["attention_factor"]
-    mscale, mscale_all_dim = given.get("mscale"), given.get("mscale_all_dim")
-    if mscale and mscale_all_dim:
+    if wrong := not_positive({"factor": factor}):
+        raise ValueError(f"YaRN's {wrong[0]}")
+    if given.get("mscale") and given.get("mscale_all_dim"):
+        mscale, mscale_all_dim = number(given, "mscale"), number(given, "mscale_all_dim")
         return temperature(mscale) / temperature(mscale_all_dim)
     return temperature(1.0)
 
 
 def _longrope_attention_factor(factor: float, original_len: int) -> float:
+    if wrong := not_positive({"factor": factor}):
+        raise ValueError(f"LongRoPE's {wrong[0]}")
     return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original_len))
 
 
@@ -148,31 +170,23 @@ def rope_from_gguf(
 ) -> Rope:
     """Reads `<architecture>.rope.*`. A tensor `rope_freqs.weight` is Llama 3's scaling, a pair of
     `rope_factors_long.weight` and `rope_factors_short.weight` LongRoPE's."""
-    prefix = f"{architecture}.rope"
-    theta = float(metadata.get(f"{prefix}.freq_base", 10_000.0))
-    dim = int(metadata.get(f"{prefix}.dimension_count", head_dim))
-    max_len = metadata.get(f"{architecture}.context_length", 0)
-    given = {
-        key.removeprefix(f"{prefix}.scaling."): value
-        for key, value in metadata.items()
-        if key.startswith(f"{prefix}.scaling.")
-    }
-    return Rope(theta, dim, _scaling_from_gguf(given, dim, max_len, tensors))
+    keys = GgufKeys(metadata, architecture)
+    theta = keys.number("rope.freq_base", 10_000.0)
+    dim = keys.whole("rope.dimension_count", head_dim)
+    return Rope(theta, dim, _scaling_from_gguf(keys, dim, tensors))
 
 
-def _scaling_from_gguf(
-    given: Mapping[str, Any], dim: int, max_len: int, tensors: Mapping[str, Any]
-) -> Unscaled:
+def _scaling_from_gguf(keys: GgufKeys, dim: int, tensors: Mapping[str, Any]) -> Unscaled:
     def factors(name: str) -> tuple[float, ...]:
         values = tuple(tensors[name].read().tolist())
         if len(values) != dim // 2:
             raise ValueError(f"{name} has {len(values)} factors; RoPE needs {dim // 2}")
         return values
 
-    kind, factor = given.get("type", "none"), given.get("factor", 1.0)
-    original_len = given.get("original_context_length", max_len)
+    max_len = keys.whole("context_length")
+    original_len = keys.whole("rope.scaling.original_context_length", max_len)
+    attention_factor = keys.get("rope.scaling.attn_factor")
     if "rope_factors_long.weight" in tensors:
-        attention_factor = given.get("attn_factor")
         if attention_factor is None:
             attention_factor = _longrope_attention_factor(max_len / original_len, original_len)
         return LongRope(
@@ -181,19 +195,41 @@ def _scaling_from_gguf(
             original_len,
             attention_factor=attention_factor,
         )
-    attention_factor = given.get("attn_factor", 1.0)
+    kind, factor = keys.get("rope.scaling.type", "none"), keys.scale("rope.scaling.factor")
+    if kind == "yarn" and "rope_freqs.weight" not in tensors and factor != 1:
+        return _yarn_from_gguf(keys, factor, original_len)
+    if (surplus := keys.get("rope.scaling.yarn_attn_factor")) is not None:
+        raise ValueError(
+            f"{keys.architecture}.rope.scaling.yarn_attn_factor is {surplus!r}, but RoPE is not "
+            f"scaled by YaRN (type {kind!r}, factor {factor})"
+        )
+    attention_factor = 1.0 if attention_factor is None else attention_factor
     if "rope_freqs.weight" in tensors:
         return Divided(factors("rope_freqs.weight"), attention_factor=attention_factor)
-    if kind in ("none", "") or factor == 1.0:
+    if kind in ("none", "") or factor == 1:
         return Unscaled(attention_factor=attention_factor)
     if kind == "linear":
         return Linear(factor, attention_factor=attention_factor)
-    if kind == "yarn":
-        return Yarn(
-            factor,
-            original_len,
-            beta_fast=given.get("yarn_beta_fast", 32.0),
-            beta_slow=given.get("yarn_beta_slow", 1.0),
-            attention_factor=attention_factor * _yarn_attention_factor({}, factor),
-        )
     raise ValueError(f"rope.scaling.type is {kind!r}; this build reads none, linear and yarn")
+
+
+def _yarn_from_gguf(keys: GgufKeys, factor: float, original_len: int) -> Yarn:
+    """A config.json's attention_factor is all of the temperature. Converters write it as
+    `yarn_attn_factor`, those of OLMo 3 have written it as `attn_factor` (1.2079, which is already
+    0.1 ln 8 + 1); elsewhere `attn_factor` comes on top of the usual temperature."""
+    if (extrapolated := keys.get("rope.scaling.yarn_ext_factor", 1.0)) != 1:
+        raise ValueError(
+            f"{keys.architecture}.rope.scaling.yarn_ext_factor is {extrapolated!r}; this build "
+            "knows 1 alone"
+        )
+    whole = keys.get("rope.scaling.yarn_attn_factor")
+    times = keys.number("rope.scaling.attn_factor", 1.0)
+    if whole is None and keys.architecture == "olmo2":
+        whole, times = keys.get("rope.scaling.attn_factor"), 1.0
+    return Yarn(
+        factor,
+        original_len,
+        beta_fast=keys.number("rope.scaling.yarn_beta_fast", 32.0),
+        beta_slow=keys.number("rope.scaling.yarn_beta_slow", 1.0),
+        attention_factor=times * _yarn_attention_factor({}, factor) if whole is None else whole,
+    )

@@ -13,7 +13,11 @@ from jaxinfer.models.gguf_config import DECODER_KEYS, GgufKeys
 from jaxinfer.models.rope_config import rope_from_gguf, rope_from_hf
 
 # What `SmolLM3Config` says where config.json is silent.
-DEFAULTS = {"max_position_embeddings": 32_768, "tie_word_embeddings": True}
+DEFAULTS = {
+    "max_position_embeddings": 32_768,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": True,
+}
 GGUF_NOPE_INTERVAL = 4  # the files have no key for it
 HF_WEIGHTS = WeightTable(HF_ROWS, HF_IGNORED)
 GGUF_WEIGHTS = WeightTable(GGUF_ROWS, GGUF_IGNORED)
@@ -26,9 +30,9 @@ def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Dec
     fields = hf_config.decoder_fields(config)
     num_layers = fields["num_layers"]
     rope = rope_from_hf(config, fields["head_dim"], fields["max_len"], theta=2_000_000.0)
-    has_rope = config.get("no_rope_layers")  # 1: the layer has RoPE
+    has_rope = hf_config.items(config, "no_rope_layers", int)  # 1: the layer has RoPE
     if has_rope is None:
-        interval = config.get("no_rope_layer_interval", 4)
+        interval = hf_config.whole(config, "no_rope_layer_interval", default=4)
         has_rope = [(layer + 1) % interval != 0 for layer in range(num_layers)]
     if len(has_rope) < num_layers:
         raise ValueError(f"no_rope_layers has {len(has_rope)} entries for {num_layers} layers")

@@ -17,8 +17,11 @@ from jaxtyping import Array, Float, Int
 
 from jaxinfer.kernels.gated_mlp.activations import ACTIVATIONS
 from jaxinfer.kernels.grouped_matmul import grouped_matmul
+from jaxinfer.nn.checks import not_positive, not_whole, refuse_wrong, whole_fields
 from jaxinfer.nn.layers import FLOAT32, GatedMLP, Numerics, parameter, project
 
+# Published layers have up to 512 (Switch Transformers: 2,048); files keep a tensor of each.
+MAX_EXPERTS = 4_096
 TINY = 1e-20  # what DeepSeek-V3 adds to a sum that it divides by; lost beside a sum of softmax
 
 
@@ -50,12 +53,9 @@ class RouterConfig:
 
     def __post_init__(self):
         E, G = self.num_experts, self.num_groups
-        whole = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.type == "int"}
-        wrong = [
-            f"{name} is {value!r}; it must be a whole number of at least 1"
-            for name, value in whole.items()
-            if type(value) is not int or value < 1
-        ]
+        wrong = not_whole(whole_fields(self)) + not_positive({"scale": self.scale})
+        if not wrong and E > MAX_EXPERTS:
+            wrong.append(f"num_experts is {E:,}; this build has up to {MAX_EXPERTS:,}")
         if not wrong:
             if E % G or (self.group_score == "best_two" and G > 1 and E // G < 2):
                 wrong.append(f"{E} experts do not make {G} groups of {self.group_score!r}")
@@ -64,8 +64,7 @@ class RouterConfig:
             available = self.groups_per_token * (E // G)
             if self.per_token > available:
                 wrong.append(f"per_token is {self.per_token}; a token can choose of {available}")
-        if wrong:
-            raise ValueError("the router's configuration does not hold: " + "; ".join(wrong))
+        refuse_wrong("the router's configuration", wrong)
 
 
 class Routes(NamedTuple):
@@ -132,11 +131,10 @@ class ExpertsConfig:
     has_shared_gate: bool = False
 
     def __post_init__(self):
-        for name, value in {"ffn_dim": self.ffn_dim, "shared_ffn_dim": self.shared_ffn_dim}.items():
-            if value is not None and (type(value) is not int or value < 1):
-                raise ValueError(
-                    f"the experts' {name} is {value!r}; it must be a whole number of at least 1"
-                )
+        whole = {"ffn_dim": self.ffn_dim, "shared_ffn_dim": self.shared_ffn_dim}
+        if self.shared_ffn_dim is None:
+            del whole["shared_ffn_dim"]
+        refuse_wrong("the experts' configuration", not_whole(whole))
 
 
 class Experts(nnx.Module):

@@ -29,6 +29,7 @@ from jaxinfer.kernels.kv_pages import KVPages
 from jaxinfer.kernels.paged_attention.update import Rotary, update_and_attend
 from jaxinfer.kernels.rotary import rotate
 from jaxinfer.kv_cache import RaggedBatch
+from jaxinfer.nn.checks import not_whole, refuse_wrong
 from jaxinfer.nn.layers import Linear, Numerics, RMSNorm, parameter
 
 
@@ -50,15 +51,10 @@ class LatentConfig:
     is_kv_split: bool = False
 
     def __post_init__(self):
-        wrong = [
-            f"{name} is {value!r}; it must be a whole number of at least 1"
-            for name, value in dataclasses.asdict(self).items()
-            if name.endswith(("_rank", "_dim"))
-            and not (name == "q_rank" and value is None)
-            and (type(value) is not int or value < 1)
-        ]
-        if wrong:
-            raise ValueError("the latent attention does not hold together: " + "; ".join(wrong))
+        dims = {n: v for n, v in dataclasses.asdict(self).items() if n.endswith(("_rank", "_dim"))}
+        if self.q_rank is None:
+            del dims["q_rank"]
+        refuse_wrong("the latent attention", not_whole(dims))
 
     @property
     def key_dim(self) -> int:

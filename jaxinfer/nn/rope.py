@@ -19,6 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxinfer.nn.checks import not_positive
+
 
 def base_frequencies(theta: float, dim: int) -> np.ndarray:
     """`theta ** (-2i/dim)` for i < dim/2, float32 [dim/2]."""
@@ -172,12 +174,14 @@ class Rope:
         fields = dataclasses.fields(self.scaling)
         numbers = {"theta": self.theta} | {f.name: getattr(self.scaling, f.name) for f in fields}
         for name, value in numbers.items():
-            if isinstance(value, bool):
+            if name == "truncate":
+                if not isinstance(value, bool):
+                    raise ValueError(f"RoPE's truncate is {value!r}; it must be true or false")
                 continue
             values = value if isinstance(value, tuple) else (value,)
             if isinstance(value, tuple) and len(value) != self.dim // 2:
                 raise ValueError(f"RoPE has {len(value)} of {name}; it needs {self.dim // 2}")
-            if not all(isinstance(v, int | float) and 0 < v < math.inf for v in values):
+            if not_positive({str(i): v for i, v in enumerate(values)}):
                 raise ValueError(f"RoPE's {name} is {value!r}; it must be above 0 and finite")
         scaling = self.scaling
         if isinstance(scaling, Llama3) and scaling.low_freq_factor >= scaling.high_freq_factor:

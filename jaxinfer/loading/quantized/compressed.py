@@ -12,6 +12,7 @@ What its files hold of a linear layer X of D inputs and F outputs:
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 from jaxtyping import Float, Int, Shaped
 
@@ -71,5 +72,7 @@ def read_packed(
 
 def _scales(stored: np.ndarray, num_rows: int) -> np.ndarray:
     """[F, groups], whether there is one for each group, for each row, or for all."""
+    if stored.dtype == ml_dtypes.float8_e8m0fnu:  # no type of a product's scales
+        stored = stored.astype(np.float32)
     by_row = stored.reshape(-1, 1) if stored.ndim < 2 else stored
     return np.broadcast_to(by_row, (num_rows, by_row.shape[1]))

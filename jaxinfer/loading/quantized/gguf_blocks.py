@@ -23,20 +23,39 @@ import numpy as np
 from jaxtyping import UInt8
 
 from jaxinfer.loading.mxfp4 import DOUBLED, half_scales
-from jaxinfer.loading.quantized.rows import QuantRows, from_minimum
+from jaxinfer.loading.quantized.rows import CHUNK_ELEMENTS, QuantRows, from_minimum
 
 Raw = UInt8[np.ndarray, "rows blocks size"]
 
 
 def read_blocks(raw: np.ndarray, shape: tuple[int, ...], kind: str) -> QuantRows:
-    """The tensor of `shape` [*E, out, in] whose bytes are `raw`; `kind` is a key of `READERS`."""
+    """The tensor of `shape` [*E, out, in] whose bytes are `raw`; `kind` is a key of `READERS`.
+
+    Read by strips of rows: as a whole, the temporaries of the K types take 4 bytes a weight.
+    """
     *lead, num_columns = shape
     block, size = BLOCKS[kind]
-    rows = READERS[kind](raw.reshape(-1, num_columns // block, size))
-    whole = lambda a: a if a is None else a.reshape(*lead, -1)
-    return QuantRows(
-        rows.values.reshape(shape), rows.scales.reshape(*lead, -1), whole(rows.zeros), rows.bits
-    )
+    blocks = raw.reshape(-1, num_columns // block, size)
+    step = max(1, CHUNK_ELEMENTS // num_columns)
+    whole: list[np.ndarray | None] = []
+    bits = 8
+    for start in range(0, len(blocks), step):
+        part = READERS[kind](blocks[start : start + step])
+        bits, num_rows = part.bits, min(step, len(blocks) - start)
+        by_rows = [
+            None if a is None else a.reshape(num_rows, -1)
+            for a in (part.values, part.scales, part.zeros)
+        ]
+        if not whole:
+            whole = [
+                None if a is None else np.empty((len(blocks), a.shape[1]), a.dtype) for a in by_rows
+            ]
+        for target, source in zip(whole, by_rows, strict=True):
+            if target is not None:
+                target[start : start + step] = source
+    values, scales, zeros = (None if a is None else a.reshape(*lead, -1) for a in whole)
+    assert values is not None and scales is not None
+    return QuantRows(values, scales, zeros, bits)
 
 
 def _half(raw: Raw, at: int) -> np.ndarray:

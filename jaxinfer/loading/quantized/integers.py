@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from jaxinfer.loading.quantized.rows import QuantRows, centred, sorted_groups
+from jaxinfer.loading.quantized.rows import CHUNK_ELEMENTS, QuantRows, centred, sorted_groups
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -30,10 +30,14 @@ def unpack_integers(
 ) -> np.ndarray:
     """uint8 [*lead, words * 32 / bits]: from the lowest bits up, or to the places in `order`."""
     count = 32 // bits
-    out = np.empty((*packed.shape, count), np.uint8)
-    words = packed.view(np.uint32)
-    for i in range(count):
-        out[..., i if order is None else order[i]] = words >> (bits * i) & (2**bits - 1)
+    words = packed.reshape(-1).view(np.uint32)
+    out = np.empty((len(words), count), np.uint8)
+    for start in range(0, len(words), CHUNK_ELEMENTS):  # the shifted words take 4 bytes each
+        strip = slice(start, start + CHUNK_ELEMENTS)
+        for i in range(count):
+            out[strip, i if order is None else order[i]] = words[strip] >> (bits * i) & (
+                2**bits - 1
+            )
     return out.reshape(*packed.shape[:-1], -1)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxinfer.loading.checkpoint import StoredTensor
 from jaxinfer.loading.mxfp4 import GROUP, read_mxfp4
-from jaxinfer.loading.quantized.compressed import read_packed, read_plain
+from jaxinfer.loading.quantized.compressed import read_plain
 from jaxinfer.loading.quantized.floats import read_block_float8
 from jaxinfer.loading.quantized.integers import read_awq, read_gptq
 from jaxinfer.loading.quantized.rows import QuantRows
@@ -28,8 +28,9 @@ Arrays = Mapping[str, np.ndarray]
 class Method:
     """How a layer X is stored: the suffixes of its tensors, one of which, `marker`, tells that X is
     quantized. `shape` gives the shape of the weight, and raises `ValueError` for tensors that do
-    not fit together; `read` the weight; `united` is the suffix it gets. `targets` are names of
-    layers (regex), None of all.
+    not fit together; `read` the weight; `united` is the suffix it gets. It is of the layers that
+    `names` lists, of those whose names begin as one of `patterns`, and, `is_of_rest`, of all that
+    no other method is nearer to.
     """
 
     name: str
@@ -39,24 +40,39 @@ class Method:
     read: Callable[[Arrays], QuantRows]
     optional: tuple[str, ...] = ()
     united: str = ".weight"
-    targets: tuple[str, ...] | None = None
+    names: frozenset[str] = frozenset()
+    patterns: tuple[re.Pattern[str], ...] = ()
+    is_of_rest: bool = True
 
-    def is_of(self, layer: str) -> bool:
-        return self.targets is None or any(re.fullmatch(t, layer) for t in self.targets)
+    def rank(self, layer: str) -> int | None:
+        """How near it is to a layer, 0 nearest: by name, pattern or class; None: not of it."""
+        if layer in self.names:
+            return 0
+        if any(pattern.match(layer) for pattern in self.patterns):
+            return 1
+        return 2 if self.is_of_rest else None
 
 
-def _check(found: Mapping[str, tuple[Any, Sequence[Any]]]) -> None:
+def section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """The object under `name`, empty where there is none; `ValueError` for anything else."""
+    value = config.get(name)
+    if value is not None and not isinstance(value, Mapping):
+        raise ValueError(f"{name} is {value!r}; it must be an object")
+    return value or {}
+
+
+def check(found: Mapping[str, tuple[Any, Sequence[Any]]]) -> None:
     """`ValueError` for options whose value is none of those that are read."""
     wrong = [
         f"{name} is {value!r}; this build reads {' and '.join(map(repr, allowed))}"
         for name, (value, allowed) in found.items()
-        if value not in allowed
+        if repr(value) not in map(repr, allowed)  # of JSON values: 4.0 is not 4
     ]
     if wrong:
         raise ValueError("; ".join(wrong))
 
 
-def _fit(parts: Parts, wanted: Mapping[str, Sequence[tuple[int, ...]]]) -> None:
+def fit(parts: Parts, wanted: Mapping[str, Sequence[tuple[int, ...]]]) -> None:
     """`ValueError` for tensors of other shapes."""
     wrong = [
         f"{parts[suffix].name} has shape {list(parts[suffix].shape)}; expected "
@@ -68,6 +84,13 @@ def _fit(parts: Parts, wanted: Mapping[str, Sequence[tuple[int, ...]]]) -> None:
         raise ValueError("; ".join(wrong))
 
 
+def _group_size(value: Any) -> int:
+    """`value`; `ValueError` for what is neither a size nor -1, all inputs."""
+    if type(value) is not int or value < -1 or value == 0:
+        raise ValueError(f"group_size is {value!r}; it must be a whole number of at least 1, or -1")
+    return value
+
+
 def _groups(num_inputs: int, group_size: int) -> int:
     size = num_inputs if group_size == -1 else group_size
     if size < 1 or num_inputs % size:
@@ -75,7 +98,7 @@ def _groups(num_inputs: int, group_size: int) -> int:
     return num_inputs // size
 
 
-def _matrix(tensor: StoredTensor) -> tuple[int, int]:
+def matrix(tensor: StoredTensor) -> tuple[int, int]:
     if len(tensor.shape) != 2:
         raise ValueError(f"{tensor.name} has shape {list(tensor.shape)}; a matrix is expected")
     return tensor.shape[0], tensor.shape[1]
@@ -83,7 +106,7 @@ def _matrix(tensor: StoredTensor) -> tuple[int, int]:
 
 def awq(config: Mapping[str, Any]) -> tuple[Method, ...]:
     version = str(config.get("version", "gemm")).lower()
-    _check(
+    check(
         {
             "bits": (config.get("bits", config.get("w_bit", 4)), (4,)),
             "version": (version, ("gemm",)),
@@ -91,12 +114,12 @@ def awq(config: Mapping[str, Any]) -> tuple[Method, ...]:
             "zero_point": (config.get("zero_point", True), (True,)),
         }
     )
-    group_size = config.get("group_size", config.get("q_group_size", 128))
+    group_size = _group_size(config.get("group_size", config.get("q_group_size", 128)))
 
     def shape(parts: Parts) -> tuple[int, ...]:
-        D, words = _matrix(parts[".qweight"])
+        D, words = matrix(parts[".qweight"])
         groups = _groups(D, group_size)
-        _fit(parts, {".qzeros": [(groups, words)], ".scales": [(groups, 8 * words)]})
+        fit(parts, {".qzeros": [(groups, words)], ".scales": [(groups, 8 * words)]})
         return 8 * words, D
 
     names = (".qweight", ".qzeros", ".scales")
@@ -107,7 +130,7 @@ def awq(config: Mapping[str, Any]) -> tuple[Method, ...]:
 def gptq(config: Mapping[str, Any]) -> tuple[Method, ...]:
     version = config.get("checkpoint_format", "gptq")
     bits: Any = config.get("bits")
-    _check(
+    check(
         {
             "bits": (bits, (4, 8)),
             "checkpoint_format": (version, ("gptq", "gptq_v2")),
@@ -115,13 +138,14 @@ def gptq(config: Mapping[str, Any]) -> tuple[Method, ...]:
             "dynamic": (config.get("dynamic") or None, (None,)),
         }
     )
-    group_size, count = config.get("group_size", 128), 32 // bits  # values in an int32
+    group_size = _group_size(config.get("group_size", 128))
+    count = 32 // bits  # values in an int32
 
     def shape(parts: Parts) -> tuple[int, ...]:
-        words, F = _matrix(parts[".qweight"])
+        words, F = matrix(parts[".qweight"])
         D = words * count
         groups = _groups(D, group_size)
-        _fit(
+        fit(
             parts,
             {
                 ".qzeros": [(groups, F // count)],
@@ -146,25 +170,39 @@ def gptq(config: Mapping[str, Any]) -> tuple[Method, ...]:
 def float8(config: Mapping[str, Any]) -> tuple[Method, ...]:
     """Of blocks (DeepSeek-V3, Qwen3), or with one scale a tensor and x quantized too."""
     activations = config.get("activation_scheme", "dynamic")
-    _check(
+    check(
         {
             "activation_scheme": (activations, ("dynamic", "static")),
             "fmt": (config.get("fmt", "e4m3"), ("e4m3",)),
         }
     )
     block = config.get("weight_block_size")
-    if block is None:
-        return (_plain("float8_e4m3fn", is_static=activations == "static"),)
-    rows, columns = block
+    if block is not None:
+        return (blocks(block, "weight_block_size", ".weight_scale_inv"),)
+    # Transformers and other writers call the same two scales differently.
+    spellings = ((".weight_scale", ".input_scale"), (".weight_scale_inv", ".activation_scale"))
+    is_static = activations == "static"
+    return tuple(plain("float8_e4m3fn", names, is_static=is_static) for names in spellings)
+
+
+def blocks(size: Any, option: str, scale: str) -> Method:
+    """float8 with a scale for each block of `size` [rows, columns], in the tensor `scale`.
+
+    `ValueError` naming `option` for what is no size.
+    """
+    is_list = isinstance(size, list) and len(size) == 2
+    if not is_list or not all(type(n) is int and n > 0 for n in size):
+        raise ValueError(f"{option} is {size!r}; it must be two whole numbers of at least 1")
+    rows, columns = size
 
     def shape(parts: Parts) -> tuple[int, ...]:
-        F, D = _matrix(parts[".weight"])
-        _fit(parts, {".weight_scale_inv": [(-(-F // rows), -(-D // columns))]})
+        F, D = matrix(parts[".weight"])
+        _check_type(parts, "F8_E4M3")
+        fit(parts, {scale: [(-(-F // rows), -(-D // columns))]})
         return F, D
 
-    names = (".weight", ".weight_scale_inv")
-    read = lambda a: read_block_float8(a[".weight"], a[".weight_scale_inv"], (rows, columns))
-    return (Method("FP8", ".weight_scale_inv", names, shape, read),)
+    read = lambda a: read_block_float8(a[".weight"], a[scale], (rows, columns))
+    return Method("FP8", scale, (".weight", scale), shape, read)
 
 
 def mxfp4(config: Mapping[str, Any]) -> tuple[Method, ...]:
@@ -174,7 +212,7 @@ def mxfp4(config: Mapping[str, Any]) -> tuple[Method, ...]:
         blocks = tuple(parts["_blocks"].shape)
         if len(blocks) != 4 or blocks[3] != GROUP // 2:
             raise ValueError(f"_blocks has shape {list(blocks)}; expected [E, out, groups, 16]")
-        _fit(parts, {"_scales": [blocks[:3]]})
+        fit(parts, {"_scales": [blocks[:3]]})
         return blocks[0], GROUP * blocks[2], blocks[1]
 
     names = ("_blocks", "_scales")
@@ -182,138 +220,45 @@ def mxfp4(config: Mapping[str, Any]) -> tuple[Method, ...]:
     return (Method("MXFP4", "_blocks", names, shape, read, united=""),)
 
 
-FORMATS = {
-    "int-quantized": "int8",
-    "float-quantized": "float8_e4m3fn",
-    "naive-quantized": None,  # by the type of the values
-    "pack-quantized": None,
-}
+def _check_type(parts: Parts, wanted: str) -> None:
+    if parts[".weight"].dtype != wanted:
+        raise ValueError(f".weight is {parts['.weight'].dtype}; expected {wanted}")
 
 
-def compressed_tensors(config: Mapping[str, Any]) -> tuple[Method, ...]:
-    groups = config.get("config_groups") or {}
-    if not groups:
-        raise ValueError("it has no config_groups")
-    sparsity = (config.get("sparsity_config") or {}).get("format", "dense")
-    _check({"sparsity_config's format": (sparsity, ("dense",))})
-    found = []
-    for group in groups.values():
-        kind: Any = group.get("format") or config.get("format")
-        _check({"format": (kind, tuple(FORMATS))})
-        targets = _targets(group.get("targets", ["Linear"]))
-        method = _of_group(kind, group.get("weights") or {}, group.get("input_activations"))
-        found.append(dataclasses.replace(method, targets=targets))
-    return tuple(found)
-
-
-def _targets(targets: Sequence[str]) -> tuple[str, ...] | None:
-    """Names of layers (regex); None for the class of them, `Linear`. Which layers are ignored shows
-    by their tensors."""
-    if "Linear" in targets:
-        return None
-    return tuple(t.removeprefix("re:") if t.startswith("re:") else re.escape(t) for t in targets)
-
-
-def _of_group(
-    kind: str, weights: Mapping[str, Any], activations: Mapping[str, Any] | None
+def plain(
+    dtype: str,
+    names: tuple[str, str] = (".weight_scale", ".input_scale"),
+    *,
+    is_static: bool = False,
+    is_weight_only: bool = False,
 ) -> Method:
-    """One config group: the scheme of its weights and of their x."""
-    values = (weights.get("type", "int"), weights.get("num_bits", 8))
-    strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "tensor")
-    _check({"weights' strategy": (strategy, ("channel", "tensor", "group"))})
-    if kind == "pack-quantized":
-        _check(
-            {
-                "weights' type and num_bits": (values, (("int", 4), ("int", 8))),
-                "input_activations": (activations, (None,)),
-            }
-        )
-        return _packed(values[1])
-    _check({"weights' type and num_bits": (values, (("int", 8), ("float", 8)))})
-    dtype = "int8" if values[0] == "int" else "float8_e4m3fn"
-    _check({"format": (kind, [k for k, t in FORMATS.items() if t in (None, dtype)])})
-    if activations is None:
-        return _plain(dtype, is_weight_only=True)
-    is_static = not activations.get("dynamic", False)
-    _check(
-        {
-            "input_activations' type and num_bits": (
-                (activations.get("type", "int"), activations.get("num_bits", 8)),
-                (values,),
-            ),
-            "input_activations' symmetric": (activations.get("symmetric", True), (True,)),
-            "input_activations' strategy": (
-                activations.get("strategy", "tensor" if is_static else "token"),
-                ("tensor",) if is_static else ("token",),
-            ),
-        }
-    )
-    return _plain(dtype, is_static=is_static)
-
-
-def _plain(dtype: str, *, is_static: bool = False, is_weight_only: bool = False) -> Method:
-    """8-bit values as they are, with a scale a tensor, a row, or a group."""
+    """8-bit values as they are, with a scale a tensor, a row, or a group; `names` are those of the
+    scales of the weight and of x."""
+    scale, input_scale = names
 
     def shape(parts: Parts) -> tuple[int, ...]:
-        F, D = _matrix(parts[".weight"])
-        wanted = {"int8": "I8", "float8_e4m3fn": "F8_E4M3"}[dtype]
-        if parts[".weight"].dtype != wanted:
-            raise ValueError(f".weight is {parts['.weight'].dtype}; expected {wanted}")
-        scales = tuple(parts[".weight_scale"].shape)
+        F, D = matrix(parts[".weight"])
+        _check_type(parts, {"int8": "I8", "float8_e4m3fn": "F8_E4M3"}[dtype])
+        scales = tuple(parts[scale].shape)
         is_by_group = len(scales) == 2 and scales[0] == F and scales[1] and D % scales[1] == 0
-        _fit(
+        fit(
             parts,
             {
-                ".weight_scale": [(), (1,), (F,), (F, 1), *([scales] if is_by_group else [])],
+                scale: [(), (1,), (1, 1), (F,), (F, 1), *([scales] if is_by_group else [])],
                 ".weight_zero_point": [scales],
-                ".input_scale": [(), (1,)],
+                input_scale: [(), (1,)],
             },
         )
         return F, D
 
-    required = (".weight", ".weight_scale", *([".input_scale"] if is_static else []))
-    optional = (".weight_zero_point", *([] if is_static else [".input_scale"]))
+    required = (".weight", scale, *([input_scale] if is_static else []))
+    optional = (".weight_zero_point", *([] if is_static else [input_scale]))
     activation_dtype = None if is_weight_only else dtype
     read = lambda a: read_plain(
         a[".weight"],
-        a[".weight_scale"],
+        a[scale],
         a.get(".weight_zero_point"),
-        a[".input_scale"] if is_static else None,
+        a[input_scale] if is_static else None,
         activation_dtype=activation_dtype,
     )
-    return Method(f"{dtype} tensors", ".weight_scale", required, shape, read, optional)
-
-
-def _packed(bits: int) -> Method:
-    """Integers in int32 along the inputs; weights alone."""
-    count = 32 // bits
-
-    def shape(parts: Parts) -> tuple[int, ...]:
-        _matrix(parts[".weight_packed"])
-        F, D = map(int, parts[".weight_shape"].read().reshape(-1)[:2])
-        scales = tuple(parts[".weight_scale"].shape)
-        groups = scales[1] if len(scales) == 2 else 1
-        if groups < 1 or D % groups:
-            raise ValueError(f"{groups} groups do not divide its {D} inputs")
-        _fit(
-            parts,
-            {
-                ".weight_packed": [(F, -(-D // count))],
-                ".weight_scale": [(), (1,), (F,), (F, groups)],
-                ".weight_zero_point": [scales, (-(-F // count), groups)],
-                ".weight_g_idx": [(D,)],
-            },
-        )
-        return F, D
-
-    read = lambda a: read_packed(
-        a[".weight_packed"],
-        a[".weight_scale"],
-        tuple(map(int, a[".weight_shape"].reshape(-1)[:2])),  # type: ignore[arg-type]
-        a.get(".weight_zero_point"),
-        a.get(".weight_g_idx"),
-        bits=bits,
-    )
-    required = (".weight_packed", ".weight_scale", ".weight_shape")
-    optional = (".weight_zero_point", ".weight_g_idx")
-    return Method(f"int{bits} tensors", ".weight_packed", required, shape, read, optional)
+    return Method(f"{dtype} tensors", scale, required, shape, read, optional)

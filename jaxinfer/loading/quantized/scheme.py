@@ -12,17 +12,29 @@ from functools import partial
 from typing import Any
 
 from jaxinfer.loading.checkpoint import StoredTensor
-from jaxinfer.loading.quantized import methods
+from jaxinfer.loading.quantized import compressed_method, methods
 from jaxinfer.loading.quantized.methods import Method
 from jaxinfer.loading.quantized.rows import QuantRows
 
 METHODS: Mapping[str, Callable[[Mapping[str, Any]], tuple[Method, ...]]] = {
     "awq": methods.awq,
     "gptq": methods.gptq,
-    "compressed-tensors": methods.compressed_tensors,
+    "compressed-tensors": compressed_method.compressed_tensors,
     "fp8": methods.float8,
     "mxfp4": methods.mxfp4,
 }
+# Scales of a quantized cache: the engine's scales each token by itself.
+CACHE_SCALES = (
+    ".k_scale",
+    ".v_scale",
+    ".q_scale",
+    ".kv_scale",
+    ".q_proj.output_scale",
+    ".k_proj.output_scale",
+    ".v_proj.output_scale",
+)
+# What a damaged configuration of the right names raises beside `ValueError`.
+MALFORMED = (TypeError, AttributeError, KeyError, IndexError, ArithmeticError)
 # What to do about the others.
 WAYS_OUT = (
     "save the model unquantized (transformers: model.dequantize(), then save_pretrained), or fetch "
@@ -32,12 +44,17 @@ WAYS_OUT = (
 
 
 def unite(
-    tensors: Mapping[str, StoredTensor], config: Mapping[str, Any], problems: list[str]
+    tensors: Mapping[str, StoredTensor], config: Any, problems: list[str]
 ) -> dict[str, StoredTensor]:
     """The tensors, those of each quantized layer as one; `config` is the `quantization_config`.
 
+    Of the methods of several groups a layer gets the nearest (`Method.rank`) that has all of its
+    tensors there.
     What is refused, missing or misshapen is appended to `problems`.
     """
+    if not isinstance(config, Mapping):
+        problems.append(f"quantization_config is a JSON {type(config).__name__}, not an object")
+        return dict(tensors)
     name = config.get("quant_method")
     if not isinstance(name, str) or name not in METHODS:
         problems.append(
@@ -50,15 +67,31 @@ def unite(
     except ValueError as error:
         problems.append(f"quantization_config of {name}: {error}; {WAYS_OUT}")
         return dict(tensors)
-    # Scales for a quantized cache: the engine's cache scales each token by itself.
-    united = {n: t for n, t in tensors.items() if not n.endswith((".k_scale", ".v_scale"))}
-    for method in found:
-        for stored in tensors:
-            if stored.endswith(method.marker) and stored in united:
-                layer = stored.removesuffix(method.marker)
-                if method.is_of(layer):
-                    _unite_layer(method, layer, united, problems)
+    except MALFORMED as error:
+        problems.append(f"quantization_config of {name} is malformed ({error!r}); {WAYS_OUT}")
+        return dict(tensors)
+    united = {n: t for n, t in tensors.items() if not n.endswith(CACHE_SCALES)}
+    for layer, method in _methods_of_layers(tensors, found).items():
+        _unite_layer(method, layer, united, problems)
     return united
+
+
+def _methods_of_layers(
+    tensors: Mapping[str, StoredTensor], methods: tuple[Method, ...]
+) -> dict[str, Method]:
+    """The method of each quantized layer: one that lacks nothing, of those the nearest."""
+    best: dict[str, tuple[tuple[bool, int], Method]] = {}
+    for method in methods:
+        for stored in tensors:
+            if not stored.endswith(method.marker):
+                continue
+            layer = stored.removesuffix(method.marker)
+            if (rank := method.rank(layer)) is None:
+                continue
+            lacks = any(layer + suffix not in tensors for suffix in method.required)
+            if layer not in best or (lacks, rank) < best[layer][0]:
+                best[layer] = (lacks, rank), method
+    return {layer: method for layer, (_, method) in best.items()}
 
 
 def _unite_layer(
@@ -77,6 +110,9 @@ def _unite_layer(
         shape = method.shape(there)
     except ValueError as error:
         problems.append(f"{layer}: {error}")
+        return
+    except MALFORMED as error:
+        problems.append(f"{layer}: its tensors are malformed ({error!r})")
         return
     name = layer + method.united
     read = partial(_read, method, there)

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxinfer.loading.checkpoint import CheckpointError
-from jaxinfer.loading.token_bytes import TokenTable
+from jaxinfer.loading.tokenizers.token_bytes import TokenTable
 from jaxinfer.tokenizer import Backend
+
+MAX_TOKENS = 4_194_304  # the largest vocabularies in use have 262,144
 
 
 class TokenizerParts(NamedTuple):
@@ -23,6 +25,21 @@ class TokenizerParts(NamedTuple):
     named: Mapping[str, str]
     prefix: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
+
+
+def read_text(path: Path, max_bytes: int) -> str:
+    """The text of a file in UTF-8; `CheckpointError` for anything else, or past `max_bytes`."""
+    try:
+        size = path.stat().st_size
+        if size <= max_bytes:
+            return path.read_bytes().decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error})") from error
+    raise too_large(path, size, max_bytes)
+
+
+def too_large(path: Path, size: int, max_bytes: int) -> CheckpointError:
+    return CheckpointError(f"{path}: {size:,} bytes are more than the limit of {max_bytes:,}")
 
 
 def around(

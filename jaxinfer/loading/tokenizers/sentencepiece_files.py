@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import tokenizers
 
 from jaxinfer.loading.checkpoint import CheckpointError, read_json_object
-from jaxinfer.loading.sentencepiece_backend import (
+from jaxinfer.loading.tokenizers.parts import TokenizerParts, around
+from jaxinfer.loading.tokenizers.sentencepiece_backend import (
     CONTROL,
     UNKNOWN,
     USER_DEFINED,
@@ -23,8 +24,7 @@ from jaxinfer.loading.sentencepiece_backend import (
     read_model,
     strips_leading_space,
 )
-from jaxinfer.loading.token_bytes import sentencepiece_spelling, table_of
-from jaxinfer.loading.tokenizer_parts import TokenizerParts, around
+from jaxinfer.loading.tokenizers.token_bytes import sentencepiece_spelling, table_of
 
 NAMES = ("tokenizer.model", "spiece.model")
 # Their ids are those of the pieces shifted, by rules of the class.

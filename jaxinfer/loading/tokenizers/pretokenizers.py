@@ -91,7 +91,12 @@ SPLIT_RULES = {
     "default": SplitRule((r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
     "falcon": SplitRule((r"[\p{P}$+<=>^~|`]+", _GPT2, r"[0-9][0-9][0-9]")),
     **dict.fromkeys(
-        ("gpt-2", "phi-2", "jais", "exaone4", "granite-docling", "roberta-bpe"), _PLAIN
+        (
+            *("gpt-2", "phi-2", "jais", "exaone4", "granite-docling", "roberta-bpe"),
+            *("jina-es", "jina-de", "jina-v1-en", "jina-v2-es", "jina-v2-de", "jina-v2-code"),
+            *("gigachat", "a.x-4.0", "mellum"),
+        ),
+        _PLAIN,
     ),
     **dict.fromkeys(("mpt", "olmo"), SplitRule((_GPT2,), composes=True)),  # GPT-NeoX's
     **dict.fromkeys(("bloom", "poro-chat", "gpt3-finnish"), SplitRule((_BLOOM,))),
@@ -100,13 +105,18 @@ SPLIT_RULES = {
         ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _DIGITS
     ),
     **dict.fromkeys(
-        ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "lfm2"), _LLAMA_BPE
+        (
+            *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "lfm2"),
+            "midm-2.0",
+        ),
+        _LLAMA_BPE,
     ),
     **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), SplitRule((_LLAMA3,))),
     **dict.fromkeys(
-        ("deepseek-r1-qwen", "stablelm2", "hunyuan", "megrez", "grok-2"), SplitRule((_QWEN2,))
+        ("deepseek-r1-qwen", "stablelm2", "hunyuan", "megrez", "grok-2", "kormo"),
+        SplitRule((_QWEN2,)),
     ),
-    "qwen2": SplitRule((_QWEN2,), composes=True),
+    **dict.fromkeys(("qwen2", "f2llmv2"), SplitRule((_QWEN2,), composes=True)),
     "qwen35": SplitRule((_QWEN35,), composes=True),
     "tekken": SplitRule((_TEKKEN,), whole_words_first=True, adds_bos=True),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), SplitRule((_GPT4O,))),

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from gguf.constants import TokenType
 
 from jaxinfer.loading.checkpoint import CheckpointError
+from jaxinfer.loading.tokenizers.parts import MAX_TOKENS
 
-MAX_TOKENS = 4_194_304  # the largest vocabularies in use have 262,144
 PREFIX = "tokenizer.ggml."
 # Left out of a checkpoint's metadata: megabytes that only the tokenizer reads.
 VOCABULARY_KEYS = frozenset(
@@ -19,6 +19,24 @@ VOCABULARY_KEYS = frozenset(
     + ["tokenizer.huggingface.json", "tokenizer.rwkv.world"]
 )
 _SPECIAL_TYPES = (TokenType.UNKNOWN, TokenType.CONTROL)
+_UNDEFINED = 0  # written by some converters for tokens of no special kind
+# Tokens that end an answer wherever a vocabulary has them. Files name one end, often the text's
+# and not the turn's: Phi-3's name <|endoftext|>, its turns end with <|end|>.
+ENDS = (
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<EOT>",
+    "<|return|>",
+    "<|call|>",
+)
+_END_SET = frozenset(ENDS)
+# With both of these, <|end|> ends a message of several in one answer (gpt-oss's channels).
+_ENDS_OF_MESSAGES = ("<|return|>", "<|call|>")
 # Where a file is silent: the special ids that the format's own loader assumes. For "bert" those are
 # the places of these tokens in the first such vocabulary; here, wherever they are.
 _DEFAULTS: Mapping[Any, Mapping[str, int | str]] = {
@@ -35,7 +53,7 @@ _DEFAULTS: Mapping[Any, Mapping[str, int | str]] = {
 
 
 class SpecialIds(NamedTuple):
-    """The ids that the file names; `eos` holds every id that ends an answer.
+    """The ids that the file names; `eos` holds every id that ends an answer, unnamed ones last.
 
     `cls` and `sep` are what an encoder's texts stand between.
     """
@@ -96,7 +114,7 @@ def special_ids(path: Path, metadata: Mapping[str, Any]) -> SpecialIds:
     bos, cls, sep = read("bos"), read("cls"), read("seperator")
     ids = SpecialIds(
         bos=bos,
-        eos=tuple(dict.fromkeys(i for i in eos if i is not None)),
+        eos=tuple(dict.fromkeys([*(i for i in eos if i is not None), *_ends(tokens)])),
         unk=read("unknown"),
         pad=read("padding"),
         cls=bos if bos is not None and model == "bert" else cls,
@@ -106,6 +124,16 @@ def special_ids(path: Path, metadata: Mapping[str, Any]) -> SpecialIds:
     if problems:
         raise CheckpointError.listing(path, problems)
     return ids
+
+
+def _ends(tokens: Sequence[Any]) -> list[int]:
+    """The ids of the tokens that end an answer by their text."""
+    found = {
+        token: i for i, token in enumerate(tokens) if isinstance(token, str) and token in _END_SET
+    }
+    if all(token in found for token in _ENDS_OF_MESSAGES):
+        found.pop("<|end|>", None)
+    return [found[token] for token in ENDS if token in found]
 
 
 def read_vocabulary(path: Path, metadata: Mapping[str, Any], ids: SpecialIds) -> Vocabulary:
@@ -123,8 +151,8 @@ def read_vocabulary(path: Path, metadata: Mapping[str, Any], ids: SpecialIds) ->
         raise CheckpointError(
             f"{path}: {len(tokens):,} tokens but {len(types):,} token types; the file is damaged"
         )
+    types, problems = _checked_types(types)
     known: dict[str, int] = {}
-    problems = []
     for index, token in enumerate(tokens):
         # Holes in a vocabulary are written as empty tokens; nothing encodes to them.
         if token and known.setdefault(token, index) != index:
@@ -136,6 +164,18 @@ def read_vocabulary(path: Path, metadata: Mapping[str, Any], ids: SpecialIds) ->
     special = ends | {i for i, kind in enumerate(types) if kind in _SPECIAL_TYPES}
     plain = {i for i, kind in enumerate(types) if kind == TokenType.USER_DEFINED}
     return Vocabulary(tokens, types, known, frozenset(special), frozenset(special | plain))
+
+
+def _checked_types(types: Sequence[Any]) -> tuple[list[int], list[str]]:
+    """The types as numbers of the format, and what is wrong with them."""
+    last = int(max(TokenType))
+    problems = [
+        f"{PREFIX}token_type {index} is {type_!r}, one of {_UNDEFINED} to {last} is needed"
+        for index, type_ in enumerate(types)
+        if type(type_) is not int or not _UNDEFINED <= type_ <= last
+    ]
+    normal = int(TokenType.NORMAL)
+    return [normal if type_ == _UNDEFINED else type_ for type_ in types], problems
 
 
 def flag(path: Path, metadata: Mapping[str, Any], key: str, default: bool) -> bool:

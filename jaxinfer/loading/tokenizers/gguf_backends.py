@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,9 +10,9 @@ import tokenizers
 from gguf.constants import TokenType
 from tokenizers import models
 
-from jaxinfer.loading import sentencepiece_backend as sentencepiece
 from jaxinfer.loading.checkpoint import CheckpointError
-from jaxinfer.loading.gguf_vocabulary import (
+from jaxinfer.loading.tokenizers import sentencepiece_backend as sentencepiece
+from jaxinfer.loading.tokenizers.gguf_vocabulary import (
     PREFIX,
     SpecialIds,
     Vocabulary,
@@ -20,8 +20,8 @@ from jaxinfer.loading.gguf_vocabulary import (
     is_strings,
     numbers,
 )
-from jaxinfer.loading.pretokenizers import SPLIT_RULES
-from jaxinfer.loading.token_bytes import (
+from jaxinfer.loading.tokenizers.pretokenizers import SPLIT_RULES
+from jaxinfer.loading.tokenizers.token_bytes import (
     SPACE_SYMBOL,
     TokenTable,
     byte_level_spelling,
@@ -29,7 +29,7 @@ from jaxinfer.loading.token_bytes import (
     table_of,
     wordpiece_spelling,
 )
-from jaxinfer.loading.wordpiece import CONTINUES, BertText, bert_backend
+from jaxinfer.loading.tokenizers.wordpiece import CONTINUES, BertText, bert_backend
 from jaxinfer.tokenizer import Backend
 
 
@@ -68,7 +68,7 @@ def byte_level(
     if normalizer is not None:
         backend.normalizer = normalizer
     backend.pre_tokenizer = rule.pre_tokenizer()
-    _add(backend, vocabulary)
+    _add(backend, vocabulary.tokens, vocabulary.special, vocabulary.added)
     table = table_of(vocabulary.tokens, byte_level_spelling())
     return Built(backend, table.with_plain(_plain(vocabulary)), rule.adds_bos)
 
@@ -192,8 +192,7 @@ def wordpiece(
     known = {word: i for i, word in enumerate(words) if word}
     backend = bert_backend(known, words[ids.unk], BertText(lowercase=not is_cased))
     special = {*vocabulary.special, *ids.named().values()}
-    backend.add_special_tokens([_token(words[i], True) for i in sorted(special) if words[i]])
-    backend.add_tokens([_token(words[i], False) for i in sorted(vocabulary.added - special)])
+    _add(backend, words, special, vocabulary.added)
     return Built(backend, table_of(words, wordpiece_spelling(CONTINUES, True)), True, True)
 
 
@@ -208,10 +207,10 @@ def _is_bracketed(token: str) -> bool:
     return token.startswith("[") and token.endswith("]") and len(token) > 1
 
 
-def _add(backend: tokenizers.Tokenizer, vocabulary: Vocabulary) -> None:
+def _add(
+    backend: tokenizers.Tokenizer, texts: Sequence[str], special: Set[int], added: Set[int]
+) -> None:
     """Special tokens first, so that the others cannot take their place."""
-    special, added = vocabulary.special, vocabulary.added
-    texts = vocabulary.tokens
     backend.add_special_tokens([_token(texts[i], True) for i in sorted(special) if texts[i]])
     backend.add_tokens([_token(texts[i], False) for i in sorted(added - special) if texts[i]])
 

@@ -23,15 +23,28 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+from absl import logging
 
-from jaxinfer.loading import sentencepiece_files, vocabulary_files
 from jaxinfer.loading.checkpoint import CheckpointError, GenerationDefaults, read_json_object
-from jaxinfer.loading.token_bytes import UnsupportedDecoderError, spelling_of, token_table
-from jaxinfer.loading.tokenizer_parts import TokenizerParts, around
+from jaxinfer.loading.tokenizers import sentencepiece_files, vocabulary_files
+from jaxinfer.loading.tokenizers.parts import (
+    MAX_TOKENS,
+    TokenizerParts,
+    around,
+    read_text,
+    too_large,
+)
+from jaxinfer.loading.tokenizers.token_bytes import (
+    UnsupportedDecoderError,
+    spelling_of,
+    token_table,
+)
 from jaxinfer.tokenizer import Tokenizer
 
-MAX_TOKENS = 4_194_304  # the largest vocabularies in use have 262,144
 MAX_TOKENIZER_BYTES = 256 * 2**20  # the largest tokenizer.json in use has 34 MB
+MAX_TEMPLATE_BYTES = 2**20  # the largest in use have 30 KB
+MAX_SHOWN = 5
+MAX_ID_DIGITS = 10  # Python refuses to read numbers of thousands of digits
 NAMED_TOKENS = (
     "bos_token",
     "eos_token",
@@ -90,8 +103,7 @@ def _read_parts(directory: Path, config: Mapping[str, Any]) -> TokenizerParts:
     kind = vocabulary_files.tokenizer_class(config, model_type)
     for name in sentencepiece_files.NAMES:
         if (path := directory / name).is_file():
-            if path.stat().st_size > MAX_TOKENIZER_BYTES:
-                raise _too_large(path)
+            _check_size(path)
             added = sentencepiece_files.Added(
                 listed=_listed_by_id(directory, config),
                 special=lambda names: _special_tokens(config, names),
@@ -138,8 +150,7 @@ def _backend_parts(
 
 
 def _load_backend(path: Path) -> tokenizers.Tokenizer:
-    if path.stat().st_size > MAX_TOKENIZER_BYTES:
-        raise _too_large(path)
+    _check_size(path)
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
     # The library raises plain Exception for every kind of damage.
@@ -151,11 +162,9 @@ def _load_backend(path: Path) -> tokenizers.Tokenizer:
     return backend
 
 
-def _too_large(path: Path) -> CheckpointError:
-    size = path.stat().st_size
-    return CheckpointError(
-        f"{path}: {size:,} bytes are more than the limit of {MAX_TOKENIZER_BYTES:,}"
-    )
+def _check_size(path: Path) -> None:
+    if (size := path.stat().st_size) > MAX_TOKENIZER_BYTES:
+        raise too_large(path, size, MAX_TOKENIZER_BYTES)
 
 
 def _add_tokens(
@@ -167,16 +176,42 @@ def _add_tokens(
     """Add the tokens that the files beside `tokenizer.json` list and it does not know as added."""
     known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     # By id, since a token new to the vocabulary takes the next free one.
-    for _, token in sorted(_listed_by_id(directory, config).items(), key=lambda item: item[0]):
+    listed = dict(sorted(_listed_by_id(directory, config).items(), key=lambda item: item[0]))
+    new: list[tokenizers.AddedToken] = []
+    for token in listed.values():
         if token.content not in known:
             token.special = token.special or token.content in named.values()
-            backend.add_tokens([token])
             known[token.content] = token
+            new.append(token)
+    # All at once: the library builds its search anew at each call (4,000 calls take 4 s).
+    backend.add_tokens(new)
+    special: list[tokenizers.AddedToken] = []
     for token in _special_tokens(config, named):
         # A token that is known already keeps its options, but is special from now on.
         token = known.setdefault(token.content, token)
         token.special = True
-        backend.add_special_tokens([token])
+        special.append(token)
+    backend.add_special_tokens(special)
+    _warn_of_other_ids(directory, backend, listed)
+
+
+def _warn_of_other_ids(
+    directory: Path, backend: tokenizers.Tokenizer, listed: Mapping[int, tokenizers.AddedToken]
+) -> None:
+    """transformers takes such files without a word, and has the ids that are had here."""
+    others = [
+        f"{token.content!r} has id {actual}, not {index}"
+        for index, token in listed.items()
+        if (actual := backend.token_to_id(token.content)) != index
+    ]
+    if others:
+        logging.warning(
+            "%s: ids of added tokens are not those that are stated (%s%s): an embedding may be "
+            "another token's",
+            directory,
+            "; ".join(others[:MAX_SHOWN]),
+            f"; and {len(others) - MAX_SHOWN} more" if len(others) > MAX_SHOWN else "",
+        )
 
 
 def _listed_by_id(directory: Path, config: Mapping[str, Any]) -> dict[int, tokenizers.AddedToken]:
@@ -184,7 +219,7 @@ def _listed_by_id(directory: Path, config: Mapping[str, Any]) -> dict[int, token
     path = directory / "added_tokens.json"
     listed = sentencepiece_files.listed_in(path) if path.is_file() else {}
     entries = config.get("added_tokens_decoder") or {}
-    if not isinstance(entries, dict) or not all(key.isdecimal() for key in entries):
+    if not isinstance(entries, dict) or not all(map(_is_id, entries)):
         raise CheckpointError(
             f"{directory / 'tokenizer_config.json'}: added_tokens_decoder is not an object of "
             "token ids"
@@ -197,6 +232,10 @@ def _listed_by_id(directory: Path, config: Mapping[str, Any]) -> dict[int, token
             f"{directory}: added token id {max(listed):,} is not below the limit of {MAX_TOKENS:,}"
         )
     return listed
+
+
+def _is_id(key: str) -> bool:
+    return key.isascii() and key.isdecimal() and len(key) <= MAX_ID_DIGITS
 
 
 def _special_tokens(
@@ -231,12 +270,7 @@ def _token_text(value: Any) -> str | None:
 
 def _chat_template(directory: Path, config: Mapping[str, Any]) -> str | None:
     if (directory / "chat_template.jinja").is_file():
-        try:
-            return (directory / "chat_template.jinja").read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(
-                f"{directory / 'chat_template.jinja'}: cannot be read ({error})"
-            ) from error
+        return read_text(directory / "chat_template.jinja", MAX_TEMPLATE_BYTES)
     where = directory / "tokenizer_config.json"
     if (directory / "chat_template.json").is_file():
         where = directory / "chat_template.json"

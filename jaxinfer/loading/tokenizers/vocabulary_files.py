@@ -15,8 +15,9 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from jaxinfer.loading.checkpoint import CheckpointError, read_json_object
-from jaxinfer.loading.pretokenizers import SPLIT_RULES
-from jaxinfer.loading.wordpiece import BertText, bert_backend, surround
+from jaxinfer.loading.tokenizers.parts import MAX_TOKENS, read_text
+from jaxinfer.loading.tokenizers.pretokenizers import SPLIT_RULES
+from jaxinfer.loading.tokenizers.wordpiece import BertText, bert_backend, surround
 
 MAX_VOCABULARY_BYTES = 64 * 2**20  # the largest in use have 5 MB
 _GPT2 = ("GPT2Tokenizer", "CodeGenTokenizer")
@@ -76,8 +77,11 @@ def from_merges(
     """Byte-level BPE of `vocab.json` and `merges.txt`; `named` are the special tokens given."""
     path = directory / "vocab.json"
     vocabulary = read_json_object(path, MAX_VOCABULARY_BYTES)
-    if not all(type(i) is int and i >= 0 for i in vocabulary.values()):
-        raise CheckpointError(f"{path}: is not an object of token ids")
+    for token, index in vocabulary.items():
+        if type(index) is not int or not 0 <= index < MAX_TOKENS:
+            raise CheckpointError(
+                f"{path}: token {token!r} has id {index!r}, a number below {MAX_TOKENS:,} is needed"
+            )
     merges = _merges(directory / "merges.txt", vocabulary)
     backend = tokenizers.Tokenizer(models.BPE(vocabulary, merges))
     backend.decoder = decoders.ByteLevel()
@@ -112,7 +116,7 @@ def from_words(
     """BERT's WordPiece of `vocab.txt`, one token a line; `named` are the special tokens given."""
     path = directory / "vocab.txt"
     # Ids are line numbers; the line ends that count are the library's: no others than \n.
-    lines = _read_text(path).split("\n")
+    lines = read_text(path, MAX_VOCABULARY_BYTES).split("\n")
     words = [line.rstrip() for line in (lines[:-1] if lines[-1] == "" else lines)]
     if kind is not None and kind not in _BERT:
         raise _unknown_class(directory, "vocab.txt", kind, ", ".join(_BERT))
@@ -143,7 +147,7 @@ def _surround(path: Path, backend: tokenizers.Tokenizer, names: Mapping[str, str
 def _merges(path: Path, vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
     pairs: list[tuple[str, str]] = []
     problems: list[str] = []
-    for number, line in enumerate(_read_text(path).split("\n"), 1):
+    for number, line in enumerate(read_text(path, MAX_VOCABULARY_BYTES).split("\n"), 1):
         line = line.removesuffix("\r")
         if not line or line.startswith("#version"):
             continue
@@ -155,18 +159,6 @@ def _merges(path: Path, vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
     if problems:
         raise CheckpointError.listing(path, problems)
     return pairs
-
-
-def _read_text(path: Path) -> str:
-    try:
-        size = path.stat().st_size
-        if size <= MAX_VOCABULARY_BYTES:
-            return path.read_bytes().decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error})") from error
-    raise CheckpointError(
-        f"{path}: {size:,} bytes are more than the limit of {MAX_VOCABULARY_BYTES:,}"
-    )
 
 
 def _flag(

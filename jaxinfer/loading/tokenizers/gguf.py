@@ -1,7 +1,9 @@
 """A tokenizer out of a GGUF file's vocabulary.
 
 The kinds are those of `gguf_backends.py`. Whether BOS and EOS are added (an encoder's CLS and SEP),
-and the special ids, default as in the format's own loader where the file does not say.
+and the special ids, default as in the format's own loader where the file does not say. The key
+`add_sep_token` is an encoder's alone: beside other vocabularies (RoBERTa's) it speaks of a pair of
+texts, and `add_eos_token` of the end of one.
 """
 
 from __future__ import annotations
@@ -11,8 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from jaxinfer.loading.checkpoint import CheckpointError
-from jaxinfer.loading.gguf_backends import BACKENDS
-from jaxinfer.loading.gguf_vocabulary import PREFIX, flag, read_vocabulary, special_ids, text
+from jaxinfer.loading.tokenizers.gguf_backends import BACKENDS
+from jaxinfer.loading.tokenizers.gguf_vocabulary import (
+    PREFIX,
+    flag,
+    read_vocabulary,
+    special_ids,
+    text,
+)
 from jaxinfer.tokenizer import Tokenizer
 
 

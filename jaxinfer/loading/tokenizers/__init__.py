@@ -1,0 +1,1 @@
+"""Tokenizers out of a model's files: Hugging Face directories and GGUF headers."""

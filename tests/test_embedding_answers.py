@@ -1,0 +1,96 @@
+"""Vectors on their way out: exact, and written where they do not hold up other requests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from both_doors import doors
+from grpc_door import run
+from tiny_encoder import tiny_embedder
+
+from jaxinfer.request import FinishReason
+from jaxinfer.serving import generation, grpc_messages
+from jaxinfer.serving.generation import Delta, Embeddings
+from jaxinfer.serving.http import embeddings
+from jaxinfer.serving.http.embeddings import write_body
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda made: json.loads(write_body("tiny", made, as_bytes=False))["data"],
+        lambda made: grpc_messages.embeddings(made).embeddings,
+    ],
+    ids=["json", "protobuf"],
+)
+def test_a_long_answer_is_written_exactly_and_vector_by_vector(write):
+    numbers = np.random.default_rng(0).normal(size=(3, 50)).astype(np.float32)
+    numbers[0, :6] = (0, -0.0, 1, 1e-40, np.finfo(np.float32).max, np.finfo(np.float32).tiny)
+    rows = write(Embeddings(numbers, [3, 4, 5]))
+    found = [row["embedding"] if isinstance(row, dict) else row.values for row in rows]
+    assert np.array_equal(np.array(found, np.float32), numbers)
+
+
+@pytest.mark.parametrize(
+    "write", [lambda made: write_body("tiny", made, as_bytes=False), grpc_messages.embeddings]
+)
+def test_a_long_answer_does_not_hold_the_event_loop(write):
+    vectors = np.random.default_rng(0).normal(size=(1024, 1024)).astype(np.float32)
+    made = Embeddings(vectors, [3] * len(vectors))
+    assert made.is_large
+
+    async def longest_pause() -> float:
+        started = last = time.perf_counter()
+        writing, longest = asyncio.create_task(asyncio.to_thread(write, made)), 0.0
+        while not writing.done():
+            await asyncio.sleep(0)
+            longest, last = max(longest, time.perf_counter() - last), time.perf_counter()
+        return longest / (last - started)
+
+    # Written at once, most of the time is one pause.
+    assert min(asyncio.run(longest_pause()) for _ in range(3)) < 0.5
+
+
+def test_no_vector_holds_what_json_has_not():
+    with pytest.raises(ValueError, match="NaN"):
+        write_body("tiny", Embeddings(np.full((1, 2), np.nan, np.float32), [1]), as_bytes=False)
+
+
+def test_both_doors_write_long_answers_in_another_thread(monkeypatch):
+    threads = []
+
+    def watched(write):
+        def watch(*args):
+            threads.append(threading.current_thread())
+            return write(*args)
+
+        return watch
+
+    monkeypatch.setattr(generation, "MANY_NUMBERS", 40)  # a vector has 32
+    monkeypatch.setattr(embeddings, "write_body", watched(write_body))
+    monkeypatch.setattr(grpc_messages, "embeddings", watched(grpc_messages.embeddings))
+
+    async def main():
+        async with doors(tiny_embedder()) as both:
+            callers: Any = both.callers
+            http, grpc = callers["http"], callers["grpc"]
+            for texts in (["a"], ["a", "b"]):
+                body = {"input": texts}
+                reply = await http.client.post("/v1/embeddings", json=body)
+                assert len(reply.json()["data"]) == len(texts)
+                assert len((await grpc.client.embed(texts)).vectors) == len(texts)
+
+    run(main())
+    assert [thread is threading.main_thread() for thread in threads] == [True, True, False, False]
+
+
+def test_deltas_that_are_joined_keep_the_vector():
+    vector = np.ones(3, np.float32)
+    last = Delta(0, "", [], [], FinishReason.STOP, vector)
+    assert Delta.joined([Delta(0, "", [], [], None), last]).embedding is vector
