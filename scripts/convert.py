@@ -1,4 +1,4 @@
-"""Convert a checkpoint once, for fast restarts: parameters as the engine holds them, by Orbax.
+"""Convert a checkpoint once: parameters as the engine holds them, quantized or not, by Orbax.
 
     python scripts/convert.py --model=PATH --output=DIR --dtype=bfloat16
     python scripts/convert.py --model=PATH --output=DIR --quantize=int8
@@ -6,7 +6,7 @@
 
 DIR then stands alone: configuration, tokenizer and generation defaults are copied. It is restored
 on any number of devices, each reading its own part, and in any `dtype`; it appears whole or not at
-all. For a CPU, which runs them dequantized, `--weights=dequantized` restarts faster than quantized
+all. For a CPU, which runs them dequantized, `--weights=dequantized` starts faster than quantized
 ones. Exit status 2: the checkpoint or the options are of no use, and stderr says why.
 """
 

@@ -18,7 +18,7 @@ import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from absl import app, flags
 
@@ -106,11 +106,15 @@ def table(results: Sequence[Result]) -> str:
         }
         packed = [by_test[PACKED][name] for name in cases if name in by_test[PACKED]]
         rows.append(
-            f"| {family.models} | {_code(types)} | {len(passed)} configurations: {equal} "
+            f"| {family.models} | {_code(types)} | {len(passed)} variant{_s(passed)}: {equal} "
             f"| {_code(a for a in architectures if a in tested)} "
             f"| {'int8' if packed else '-'} | {_code(_split_axes(family, cases))} |\n"
         )
     return HEAD + "".join(sorted(rows))
+
+
+def _s(things: Sequence[Any]) -> str:
+    return "" if len(things) == 1 else "s"
 
 
 def _code(names) -> str:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 # Before jax is imported: tests run on the CPU, whatever the machine has.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Before triton is: its kernels run on CPU tensors.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import jax
 import pytest
 from jaxtyping import install_import_hook
 
@@ -19,6 +23,20 @@ from jaxinfer import compilation_cache  # noqa: E402  (after the hook)
 
 # Tests make many engines of few shapes: compile each program once a machine, not once an engine.
 compilation_cache.enable()
+
+
+# Linux allows a process 65,530 memory maps, a compiled program takes hundreds, and XLA aborts past
+# them.
+MANY_MAPS = 30_000
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _programs_do_not_pile_up() -> Iterator[None]:
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > MANY_MAPS:
+        jax.clear_caches()
+        gc.collect()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

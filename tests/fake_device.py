@@ -183,11 +183,11 @@ def _check_entries(plan: Plan, pool: PagePool) -> None:
 
 def fake_engine(config: EngineConfig) -> Engine:
     """A real engine over a fake device and a model of `VOCAB_SIZE` tokens."""
-    no_limit = SimpleNamespace(scaling=SimpleNamespace(length_limit=None))
-    shape = SimpleNamespace(max_len=MAX_LEN, vocab_size=VOCAB_SIZE, rope=no_limit)
+    shape = SimpleNamespace(max_len=MAX_LEN, vocab_size=VOCAB_SIZE, length_limit=None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jaxinfer.engine, "Runner", FakeRunner)
-        model = SimpleNamespace(config=shape, numerics=Numerics())
+        family = SimpleNamespace(restarts_at_limit=False)
+        model = SimpleNamespace(config=shape, numerics=Numerics(), family=family)
         engine = Engine(model, (), config)  # type: ignore[arg-type]
     engine.runner.scheduler = engine.scheduler  # type: ignore[attr-defined]
     return engine

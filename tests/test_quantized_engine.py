@@ -106,6 +106,6 @@ def test_the_demo_model_stays_as_small_as_its_file(tmp_path):
         size = sum(weight.nbytes for weight in packed)
         assert size <= 1.0 * checkpoint.path.stat().st_size  # must: 1.15
         line = LoadReport().line(model, packed)
-        assert "134.5M parameters" in line and "quantized: 181 of 242" in line
+        assert "134,515,008 parameters" in line and "quantized: 181 of 242" in line
         expected = running.all_logits(model, load_weights(checkpoint, model), ids)
         assert relative(running.all_logits(model, packed, ids), expected) <= 2e-3  # must: 1e-2

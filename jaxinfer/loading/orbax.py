@@ -1,4 +1,4 @@
-"""Converted checkpoints: parameters as the models hold them, for a fast restart. Orbax keeps them.
+"""Converted checkpoints: parameters as the models hold them, in arrays that Orbax keeps.
 
     jaxinfer.json   the manifest: format version, family, number type, every parameter's shape, and
                     of the tensors it came from the names, shapes and types
