@@ -58,7 +58,9 @@ def record(
     """The JSON row of a case, and its logits."""
     written = write_huggingface(case, {}, folder / "config")
     shapes = saved_shapes(written, folder / "saved")
-    written = write_huggingface(case, make_tensors(shapes, case.seed), folder / "made")
+    written = write_huggingface(
+        case, make_tensors(shapes, case.seed, case.norm_mean), folder / "made"
+    )
     sequences, arrays = [], {}
     for index, tokens in enumerate(case.sequences()):
         last = len(tokens) - 1

@@ -5,6 +5,7 @@ Windows, and the length at which LongRoPE changes, are far below the sequences' 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -178,7 +179,7 @@ SMOLLM_CASES = {
     ),
 }
 GEMMA = {"tie_word_embeddings": None, "head_dim": 16}
-GEMMA_CASES = {
+_GEMMA_CASES = {
     "gemma": FamilyCase(
         GEMMA | {"model_type": "gemma", "hidden_act": "gelu", "num_key_value_heads": 1},
         GgufForm(
@@ -272,6 +273,9 @@ GEMMA_CASES = {
             },
         }
     ),
+}
+GEMMA_CASES = {
+    name: dataclasses.replace(case, norm_mean=0.0) for name, case in _GEMMA_CASES.items()
 }
 PHI_CASES = {
     "phi3": FamilyCase(

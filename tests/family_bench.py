@@ -59,6 +59,7 @@ class FamilyCase:
     seed: int = 0
     sequence_lens: tuple[int, ...] = (20, 50)
     generation: Mapping[str, Any] = field(default_factory=dict)
+    norm_mean: float = 1.0  # of the norms' weights: 0 where the model adds 1 to them
     nulls: tuple[str, ...] = ()
 
     @property
@@ -82,9 +83,12 @@ def recorded(group: str) -> dict[str, Any]:
     return json.loads((REFERENCES / f"{group}.json").read_text("utf-8"))["cases"]
 
 
-def make_tensors(shapes: Mapping[str, Any], seed: int) -> Tensors:
+def make_tensors(shapes: Mapping[str, Any], seed: int, norm_mean: float = 1.0) -> Tensors:
     """float32 values of tensors with these shapes, by name; uniform, from raw PCG64 words."""
-    return {name: _values(name, tuple(shape), seed) for name, shape in sorted(shapes.items())}
+    made = {name: _values(name, tuple(shape), seed) for name, shape in sorted(shapes.items())}
+    shift = np.float32(norm_mean - 1.0)
+    is_norm = lambda name: len(shapes[name]) == 1 and name.endswith("weight")
+    return {name: values + shift if is_norm(name) else values for name, values in made.items()}
 
 
 def _values(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:

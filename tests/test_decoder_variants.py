@@ -19,7 +19,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 @functools.cache
 def _loaded(name: str, *, batch_invariant: bool = False):
     case = CASES[name]
-    tensors = make_tensors(recorded("dense")[name]["shapes"], case.seed)
+    tensors = make_tensors(recorded("dense")[name]["shapes"], case.seed, case.norm_mean)
     with TemporaryDirectory() as folder:
         numerics = Numerics(batch_invariant=batch_invariant)
         return running.load(write_huggingface(case, tensors, Path(folder)), numerics)

@@ -28,7 +28,8 @@ FIRST_OF_TYPE = list(
 
 
 def _tensors(group: str, name: str):
-    return make_tensors(recorded(group)[name]["shapes"], GROUPS[group][name].seed)
+    case = GROUPS[group][name]
+    return make_tensors(recorded(group)[name]["shapes"], case.seed, case.norm_mean)
 
 
 @functools.lru_cache(maxsize=2)

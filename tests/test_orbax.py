@@ -185,7 +185,7 @@ def test_a_quantized_checkpoint_comes_back_packed_or_dequantized(name, tmp_path)
 @pytest.mark.parametrize("group", GROUPS)
 def test_every_kind_of_family_comes_back(group, tmp_path):
     name, case = next((name, case) for name, case in GROUPS[group].items() if case.gguf)
-    tensors = make_tensors(recorded(group)[name]["shapes"], case.seed)
+    tensors = make_tensors(recorded(group)[name]["shapes"], case.seed, case.norm_mean)
     sources = [
         write_huggingface(case, tensors, tmp_path / "source"),
         write_gguf(case, tensors, tmp_path / "source.gguf"),
