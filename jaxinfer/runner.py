@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from typing import Any
 
@@ -27,7 +26,6 @@ from jaxinfer.memory import MemoryPlan, device_limit, plan_pages
 from jaxinfer.models.functional import FunctionalModel, Weights
 from jaxinfer.scheduler import Plan
 
-NUM_COMPILE_THREADS = 2
 CPU_SAMPLE_TILE = 8  # rows sampled at once on a CPU: their temporaries stay in its cache
 
 
@@ -73,28 +71,20 @@ class Runner:
         return StepShape.of_bucket(bucket, self.num_slots, self.config.cache.page_size)
 
     def warm_up(self, on_progress: Callable[[str], None] = lambda program: None) -> None:
-        """Compile every program; `on_progress` gets the name of each one done.
-
-        Tracing holds Python's lock, compiling does not: one thread traces, two compile.
-        """
+        """Compile every program; `on_progress` gets the name of each one done."""
         shapes = [self.shape_for(bucket) for bucket in reversed(self.config.buckets)]
         programs: dict[str, Callable[[], Any]] = {
             f"step[{shape.num_tokens}]": partial(self._lower_step, self.state, shape)
             for shape in shapes
         }
         programs |= {"admit": self._lower_admit, "admit_extras": self._lower_extras}
-        compiled = partial(_compile, options=step.compiler_options())
         started = time.perf_counter()
-        with ThreadPoolExecutor(NUM_COMPILE_THREADS) as pool:
-            try:
-                futures = {pool.submit(compiled, lower()): name for name, lower in programs.items()}
-                for future in as_completed(futures):
-                    name = futures[future]
-                    self._programs[name] = future.result()
-                    on_progress(name)
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+
+        def done(name: str, program: Any) -> None:
+            self._programs[name] = program
+            on_progress(name)
+
+        step.compile_programs(programs, done)
         step.forget_traces()
         self.compile_seconds = time.perf_counter() - started
         self._is_warm = True
@@ -128,7 +118,7 @@ class Runner:
                 self.num_late_compiles += 1
                 logging.warning("%s is compiled after warm-up: requests wait for it", name)
             started = time.perf_counter()
-            self._programs[name] = _compile(lower(), step.compiler_options())
+            self._programs[name] = step.compile_program(lower())
             self.compile_seconds += time.perf_counter() - started
             step.forget_traces()
         return self._programs[name]
@@ -177,10 +167,6 @@ class Runner:
         """Of the largest step, by the compiler's account; one page will do, they count apart."""
         state = jax.eval_shape(lambda: self._state(1))
         shape = self.shape_for(self.config.buckets[-1])
-        compiled = _compile(self._lower_step(state, shape), step.compiler_options())
+        compiled = step.compile_program(self._lower_step(state, shape))
         analysis = compiled.memory_analysis()
         return int(analysis.temp_size_in_bytes + analysis.output_size_in_bytes)
-
-
-def _compile(lowered: Any, options: dict[str, Any]) -> Any:
-    return lowered.compile(compiler_options=options)

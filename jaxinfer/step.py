@@ -8,7 +8,8 @@ counts, when it has any). State is donated: pages and tables are updated in plac
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, NamedTuple
 
 import jax
@@ -34,6 +35,7 @@ from jaxinfer.sampling_slots import (
     write_scalars,
 )
 
+NUM_COMPILE_THREADS = 2
 PROMPT_LOGPROBS_TILE = 64  # tokens whose logits exist at once
 
 
@@ -224,6 +226,29 @@ def _is_known(name: str, value: Any) -> bool:
         logging.warning("this XLA has no option %s: a step takes more launches", name)
         return False
     return True
+
+
+def compile_program(lowered: Any) -> Any:
+    return lowered.compile(compiler_options=compiler_options())
+
+
+def compile_programs(
+    lower: Mapping[Any, Callable[[], Any]], on_compiled: Callable[[Any, Any], None]
+) -> None:
+    """Lower and compile every program; `on_compiled` gets the key and the program of each one done.
+
+    Tracing holds Python's lock, compiling does not: one thread traces, two compile.
+    """
+    options = compiler_options()
+    compiled = lambda lowered: lowered.compile(compiler_options=options)
+    with ThreadPoolExecutor(NUM_COMPILE_THREADS) as pool:
+        try:
+            futures = {pool.submit(compiled, trace()): key for key, trace in lower.items()}
+            for future in as_completed(futures):
+                on_compiled(futures[future], future.result())
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def forget_traces() -> None:

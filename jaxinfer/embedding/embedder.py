@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -34,10 +33,9 @@ from jaxinfer.options import ConfigError
 from jaxinfer.request import FinishReason, Request
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.stats import EngineStats, StepStats
-from jaxinfer.step import compiler_options
+from jaxinfer.step import compile_program, compile_programs
 from jaxinfer.tokenizer import Tokenizer
 
-NUM_COMPILE_THREADS = 2
 NOTHING_SAMPLED = SamplingParams(max_tokens=0)
 
 
@@ -139,18 +137,12 @@ class Embedder:
     def warm_up(self, on_progress: Callable[[str], None] = lambda program: None) -> None:
         """Compile every program; `on_progress` gets the name of each one done."""
         started = time.perf_counter()
-        compiled = partial(_compile, options=compiler_options())
-        with ThreadPoolExecutor(NUM_COMPILE_THREADS) as threads:
-            try:
-                # Tracing holds Python's lock, compiling does not: one thread traces, two compile.
-                futures = {threads.submit(compiled, self._lower(b)): b for b in self.buckets[::-1]}
-                for future in as_completed(futures):
-                    bucket = futures[future]
-                    self._programs[bucket] = future.result()
-                    on_progress(f"embed[{bucket.rows} x {bucket.length}]")
-            except BaseException:
-                threads.shutdown(wait=False, cancel_futures=True)
-                raise
+
+        def done(bucket: Bucket, program: Any) -> None:
+            self._programs[bucket] = program
+            on_progress(f"embed[{bucket.rows} x {bucket.length}]")
+
+        compile_programs({b: partial(self._lower, b) for b in self.buckets[::-1]}, done)
         embed.clear_cache()  # type: ignore[attr-defined]  # compiled programs live with us
         self.compile_seconds += time.perf_counter() - started
         self._is_warm = True
@@ -301,7 +293,7 @@ class Embedder:
                 self.num_late_compiles += 1
                 logging.warning("%s is compiled after warm-up: requests wait for it", bucket)
             started = time.perf_counter()
-            self._programs[bucket] = _compile(self._lower(bucket), compiler_options())
+            self._programs[bucket] = compile_program(self._lower(bucket))
             embed.clear_cache()  # type: ignore[attr-defined]
             self.compile_seconds += time.perf_counter() - started
         return self._programs[bucket]
@@ -311,7 +303,3 @@ class Embedder:
         lengths = jax.ShapeDtypeStruct((bucket.rows,), jnp.int32)
         modes = self.options.pooling
         return embed.lower(self.weights, token_ids, lengths, model=self.model, modes=modes)
-
-
-def _compile(lowered: Any, options: dict[str, Any]) -> Any:
-    return lowered.compile(compiler_options=options)
