@@ -66,11 +66,15 @@ def unpack(packed, shape: StepShape) -> StepInputs:
 
 
 def build(plan: Plan, shape: StepShape, num_slots: int) -> np.ndarray:
-    """The packed int32 buffer of `plan`; its rows and tokens must fit `shape`."""
+    """The packed int32 buffer of `plan`; its rows and tokens must fit `shape`. A plan of no rows is
+    a tick in which nothing enters a pipeline."""
     packed = np.zeros(packed_size(shape), np.int32)
     inputs = unpack(packed, shape)
     rows, num_rows = plan.rows, len(plan.rows)
     assert num_rows <= shape.num_rows and len(plan.entries) <= shape.num_entries
+    inputs.entry_slot[:] = num_slots
+    if not rows:
+        return packed
 
     requests, slots, starts, num_tokens, is_sampled = zip(*rows, strict=True)
     inputs.row_slot[:num_rows] = slots
@@ -91,7 +95,6 @@ def build(plan: Plan, shape: StepShape, num_slots: int) -> np.ndarray:
         inputs.token_ids[at : at + len(ids)] = ids
         inputs.token_ids[at + len(ids) : at + row.num_tokens] = ON_DEVICE
 
-    inputs.entry_slot[:] = num_slots
     if plan.entries:
         entries = np.asarray(plan.entries, np.int32).T
         for section, values in zip(

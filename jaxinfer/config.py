@@ -7,6 +7,7 @@ that lists all of them at once. A change is `dataclasses.replace`: a new object.
 from __future__ import annotations
 
 import dataclasses
+import math
 import tomllib
 from collections.abc import Iterable, Mapping
 from importlib import resources
@@ -22,6 +23,7 @@ from jaxinfer.options import (
     parse_overrides,
     range_problems,
 )
+from jaxinfer.sharding.mesh import AXES
 
 INVARIANT_BUCKET = 16  # whole tiles of the batch-invariant mode (kernels/paged_attention/api.py)
 
@@ -49,11 +51,35 @@ class SchedulerConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """How many devices work together, and how (`sharding/mesh.py`): their number is the product of
+    the five sizes. `whole` names logical axes that are not split (`sharding/rules.py`)."""
+
+    data: int = at_least(1, 1)  # replicas of the engine
+    pipe: int = at_least(1, 1)  # stages of the layers
+    seq: int = at_least(1, 1)  # parts of every sequence
+    expert: int = at_least(1, 1)
+    tensor: int = at_least(1, 1)
+    whole: tuple[str, ...] = ()
+    all_reduce: Literal["exact", "int8"] = "exact"  # of a layer's products; int8: rounded, faster
+    overlap: bool = False  # a layer's products in parts, each summed beside the next one
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def num_devices(self) -> int:
+        return math.prod(self.sizes.values())
+
+
+@dataclasses.dataclass(frozen=True)
 class EngineConfig:
     """How an engine runs a model."""
 
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    mesh: MeshConfig = MeshConfig()
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # weights and activations
     load_format: Literal["auto", "random"] = "auto"  # random: any weights, drawn from the seed
     # Of a quantized checkpoint: kept as they are stored, or made numbers of dtype. auto: packed,

@@ -11,28 +11,28 @@ an engine (the serving loop, or the caller of `LLM`).
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
-from absl import logging
 
-from jaxinfer.admission import Admissible, InvalidRequestError, Limits
+from jaxinfer.admission import Admissible, Limits, check_ids, check_priority, context_len
 from jaxinfer.config import EngineConfig
 from jaxinfer.detokenizer import TextStream
 from jaxinfer.models.functional import FunctionalModel, Weights
 from jaxinfer.numerics import check_numerics, check_weights
-from jaxinfer.options import ConfigError
 from jaxinfer.pages import PagePool, root_key
 from jaxinfer.policies import POLICIES
 from jaxinfer.reports import Reports
-from jaxinfer.request import FinishReason, Request
+from jaxinfer.request import FinishReason, Request, sample_ids
 from jaxinfer.runner import Runner
 from jaxinfer.sampling_params import SamplingParams
-from jaxinfer.sampling_slots import pack_extras, pack_scalars
+from jaxinfer.sampling_slots import pack
 from jaxinfer.scheduler import Plan, Scheduler
+from jaxinfer.sharded_model import ShardedModel, sharded_for
 from jaxinfer.stats import EngineStats, StepStats
 from jaxinfer.step import Admission, StepOutput
 from jaxinfer.tokenizer import Tokenizer
@@ -49,8 +49,14 @@ class Update(NamedTuple):
 
 
 class _InFlight(NamedTuple):
-    plan: Plan
+    plan: Plan | None  # that the step finishes
     output: StepOutput
+
+
+class _Begun(NamedTuple):
+    plan: Plan
+    started: _InFlight | None
+    begin_s: float  # that it took the host
 
 
 class Engine:
@@ -58,11 +64,14 @@ class Engine:
 
     `tokenizer` None: requests are token ids, updates carry no text, and stop strings and bad words
     are refused. `eos_token_ids` end a request unless it ignores them.
+
+    `config.mesh` says over which devices: those of `mesh` (`sharding.mesh.device_groups`), or by
+    default of this process. The weights of a `ShardedModel` lie on its mesh already.
     """
 
     def __init__(
         self,
-        model: FunctionalModel,
+        model: FunctionalModel | ShardedModel,
         weights: Weights,
         config: EngineConfig | None = None,
         *,
@@ -71,6 +80,11 @@ class Engine:
         name: str = "",
     ):
         self.config = config = config or EngineConfig()
+        if isinstance(model, FunctionalModel):
+            sharded = sharded_for(model, config)
+            weights = sharded.place(weights)
+        else:
+            sharded, model = model, model.model
         check_numerics(config, model.numerics)
         check_weights(config, weights)
         self.model = model
@@ -78,8 +92,8 @@ class Engine:
         self.tokenizer = tokenizer
         # Some checkpoints name ids past the embedding: those are never sampled.
         self.eos_token_ids = frozenset(i for i in eos_token_ids if 0 <= i < model.config.vocab_size)
-        self.max_len = _max_len(config.max_len, model)
-        self.runner = Runner(model, weights, config, self.max_len)
+        self.max_len = context_len(config.max_len, model)
+        self.runner = Runner(sharded, weights, config, self.max_len)
         self.pool = PagePool(
             self.runner.memory.num_pages,
             config.cache.page_size,
@@ -91,14 +105,10 @@ class Engine:
             max_tokens=config.scheduler.max_tokens,
             max_rows=config.scheduler.max_rows,
             restart_len=model.config.length_limit if model.family.restarts_at_limit else None,
+            num_stages=sharded.num_stages,
         )
-        self.limits = Limits(
-            model.config.vocab_size,
-            self.max_len,
-            self.pool.num_pages,
-            self.pool.page_size,
-            tokenizer,
-        )
+        pages = self.pool.num_pages, self.pool.page_size
+        self.limits = Limits(model.config.vocab_size, self.max_len, *pages, tokenizer)
         self.last_step = StepStats()
         self.num_generated = 0  # tokens handed out since the start
         self.num_computed = 0  # tokens that steps have run through the model
@@ -107,18 +117,30 @@ class Engine:
         self._streams: dict[str, TextStream] = {}
         self._unreported: list[Update] = []  # ended outside a step
         self._in_flight: _InFlight | None = None
+        self._begun: _Begun | None = None
         self._num_added = 0
         self._seeds = random.Random(config.seed)
 
     @property
     def has_requests(self) -> bool:
         """Whether a further `step` will bring something."""
-        return bool(self._requests or self._unreported or self._in_flight)
+        return bool(self._requests or self._unreported or self._in_flight or self._begun)
 
     @property
     def num_requests(self) -> int:
         """Requests that have not ended."""
         return len(self._requests)
+
+    @property
+    def num_awaited(self) -> int:
+        """Tokens in the step that `end_step` would wait for; 0: it would not wait."""
+        step = self._in_flight
+        if self._begun is not None and not self.config.overlap:
+            step = self._begun.started
+        if step is None or step.plan is None:
+            return 0
+        tokens: Any = step.output.sampled.tokens
+        return 0 if tokens.is_ready() else step.plan.num_tokens
 
     @property
     def stats(self) -> EngineStats:
@@ -170,11 +192,8 @@ class Engine:
         """
         params = params or SamplingParams()
         base_id = request_id if request_id is not None else self._new_id()
-        names = [base_id if i == 0 else f"{base_id}#{i}" for i in range(params.n)]
-        if taken := [name for name in names if name in self._requests]:
-            raise InvalidRequestError(
-                f"request id {taken[0]!r} is in use; choose another", "request_id"
-            )
+        names = sample_ids(base_id, params.n)
+        check_ids(names, self._requests)
         max_len, bad_word_ids = self.check(prompt_token_ids, params, priority=priority)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(32)
         stop_token_ids = frozenset(params.stop_token_ids)
@@ -190,7 +209,7 @@ class Engine:
                 seed=(seed + i * 0x9E3779B9) % 2**32,
                 arrival=self._num_added,
                 priority=priority,
-                cache_root=self._cache_root(params, max_len, cache_salt),
+                cache_root=self.cache_root(params, max_len, cache_salt),
                 bad_word_ids=bad_word_ids,
                 stop_token_ids=stop_token_ids,
             )
@@ -206,16 +225,7 @@ class Engine:
 
         Nothing is queued; any thread may call this.
         """
-        if not isinstance(priority, int):
-            raise InvalidRequestError(
-                f"priority is {priority!r}; it must be a whole number", "priority"
-            )
-        if priority and self.config.scheduler.policy != "priority":
-            raise InvalidRequestError(
-                f"priority is {priority}, which the policy {self.config.scheduler.policy} does not "
-                "know; set scheduler.policy=priority",
-                "priority",
-            )
+        check_priority(priority, self.config.scheduler.policy)
         return self.limits.check(prompt_token_ids, params)
 
     def abort(self, request_id: str) -> bool:
@@ -239,33 +249,53 @@ class Engine:
         An exception on the way (Ctrl-C, the device) leaves a sound engine: what was running is
         computed again from the tokens read so far, and yields the same ones.
         """
+        self.begin_step()
+        return self.end_step()
+
+    def begin_step(self) -> None:
+        """The first half of `step`: plan and start one; none where one is begun and not ended."""
+        if self._begun is not None:
+            return
+        start = time.perf_counter()
+        with self._recovering():
+            plan = self.scheduler.schedule()
+            started = self._dispatch(plan) if plan.rows or self.runner.is_under_way else None
+            self._begun = _Begun(plan, started, time.perf_counter() - start)
+
+    def end_step(self) -> list[Update]:
+        """The second half: read the step before the one begun, or with `overlap` off that one."""
+        assert self._begun is not None, "no step is begun"
         start = time.perf_counter()
         self._wait_s = 0.0
-        try:
-            plan = self.scheduler.schedule()
-            started = self._dispatch(plan) if plan.rows else None
+        (plan, started, begin_s), self._begun = self._begun, None
+        with self._recovering():
             if self._in_flight is not None:
                 self._commit(self._in_flight)
             if started is not None and not self.config.overlap:
                 self._commit(started)
                 started = None
             self._in_flight = started
-        except BaseException:
-            self._recover()
-            raise
         if self.config.check_every_step:
             self.scheduler.check()
         num_tokens = plan.num_tokens
         self.num_steps += 1
         self.num_computed += num_tokens
-        total_s = time.perf_counter() - start
+        total_s = begin_s + time.perf_counter() - start
         self.last_step = StepStats(len(plan.rows), num_tokens, total_s, self._wait_s)
         updates, self._unreported = self._unreported, []
         return updates
 
+    @contextlib.contextmanager
+    def _recovering(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._recover()
+            raise
+
     def _recover(self) -> None:
         """Start over with a fresh cache and the requests that have not ended."""
-        self._in_flight = None
+        self._in_flight = self._begun = None
         self.runner.reset_state()
         self.pool.reset()
         for request in [r for r in self._requests.values() if r.is_finished]:
@@ -298,22 +328,15 @@ class Engine:
             assert request.slot is not None
             if request.started_at is None:
                 request.started_at = time.monotonic()
-            about = {"eos_token_ids": self.eos_token_ids, "bad_word_ids": request.bad_word_ids}
-            ints, floats = pack_scalars(
-                request.params, seed=request.seed, prompt_len=request.prompt_len, **about
-            )
-            extras = pack_extras(
-                request.params,
-                prompt_token_ids=request.prompt_token_ids,
-                output_token_ids=request.output_token_ids,
-                vocab_size=self.model.config.vocab_size,
-                **about,
-            )
+            vocab_size = self.model.config.vocab_size
+            ints, floats, extras = pack(request, self.eos_token_ids, vocab_size)
             self.runner.admit(Admission(request.slot, request.pages, ints, floats), extras)
-        return _InFlight(plan, self.runner.dispatch(plan))
+        return _InFlight(*self.runner.dispatch(plan))
 
     def _commit(self, step: _InFlight) -> None:
         """Read a step's tokens and hand them to their requests; updates go to `_unreported`."""
+        if step.plan is None:
+            return
         start = time.perf_counter()
         tokens = np.asarray(step.output.sampled.tokens).tolist()
         self._wait_s += time.perf_counter() - start
@@ -364,25 +387,11 @@ class Engine:
             text += stream.finish().text
         return Update(request, token_ids, text, request.finish_reason)
 
-    def _cache_root(self, params: SamplingParams, max_len: int, salt: str) -> bytes | None:
-        """None where pages may not be shared: a prompt whose log-probabilities are wanted has to be
-        computed whole, and a RoPE scaling past its length limit depends on the prompt's length."""
+    def cache_root(self, params: SamplingParams, max_len: int, salt: str) -> bytes | None:
+        """Where prefix-cache keys begin; None where pages may not be shared: a prompt whose
+        log-probabilities are wanted has to be computed whole, and a RoPE scaling past its length
+        limit depends on the prompt's length."""
         limit = self.model.config.length_limit
         if params.prompt_logprobs is not None or (limit is not None and max_len > limit):
             return None
         return root_key(salt, self.name, str(self.runner.cache_dtype))
-
-
-def _max_len(asked: int | None, model: FunctionalModel) -> int:
-    """Tokens of a context. `ConfigError` past the end of a table of positions; where positions are
-    computed, longer ones are possible, and a warning says what they are."""
-    most = model.config.max_len
-    if asked is not None and asked > most:
-        if getattr(model.config, "has_position_table", False):
-            raise ConfigError(
-                f"max_len is {asked}; this model has a table of {most} positions, and no more: "
-                "lower it or leave it out"
-            )
-        text = "max_len is %d, past the %d positions that the model was made for"
-        logging.warning(text, asked, most)
-    return asked or most

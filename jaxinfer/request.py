@@ -28,6 +28,11 @@ class TokenLogprobs(NamedTuple):
     top: tuple[tuple[int, float], ...]  # (token id, log-probability)
 
 
+def sample_ids(request_id: str, num_samples: int) -> list[str]:
+    """The ids of a prompt's samples; the first has the prompt's own."""
+    return [request_id if i == 0 else f"{request_id}#{i}" for i in range(num_samples)]
+
+
 class Request:
     """One sequence. `n` samples of a prompt are n requests.
 
@@ -73,6 +78,7 @@ class Request:
         self.num_computed = 0
         self.num_shared = 0  # leading tokens in pages shared at admission: read, never written
         self.num_preemptions = 0
+        self.ready_at = 0  # of a pipeline: the step that may take its next token
         self.slot: int | None = None  # its row of the device state; None: not running
         self.pages: list[int] = []
         self.page_keys: list[bytes] = []  # prefix-cache keys of its first full pages

@@ -7,6 +7,7 @@ and counted.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -17,24 +18,28 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
-from jaxinfer import kv_cache, step
+from jaxinfer import engine_state, kv_cache, step
 from jaxinfer.batch import StepShape, build, packed_size
+from jaxinfer.compiling import compile_program, compile_programs
 from jaxinfer.config import EngineConfig
 from jaxinfer.kernels.dispatch import platform
 from jaxinfer.kernels.paged_attention.api import INVARIANT_TILE
 from jaxinfer.memory import MemoryPlan, device_limit, plan_pages
-from jaxinfer.models.functional import FunctionalModel, Weights
+from jaxinfer.models.functional import Weights
 from jaxinfer.scheduler import Plan
+from jaxinfer.sharded_model import ShardedModel
 
 CPU_SAMPLE_TILE = 8  # rows sampled at once on a CPU: their temporaries stay in its cache
 
 
 class Runner:
-    """Runs plans. `max_len` is the longest request in tokens; it fixes the page table's width."""
+    """Runs plans. `max_len` is the longest request in tokens; it fixes the page table's width.
 
-    def __init__(
-        self, model: FunctionalModel, weights: Weights, config: EngineConfig, max_len: int
-    ):
+    `stages` holds what each stage of a pipeline works on since the last `dispatch`: the plan that
+    entered then, the one before it, ... (None: nothing). Without a pipeline that is one plan.
+    """
+
+    def __init__(self, model: ShardedModel, weights: Weights, config: EngineConfig, max_len: int):
         assert not config.batch_invariant or all(b % INVARIANT_TILE == 0 for b in config.buckets)
         self.model = model
         self.weights = weights
@@ -46,20 +51,27 @@ class Runner:
         self._is_warm = False
         self._programs: dict[str, Any] = {}
         on_cpu = platform() == "cpu"
-        self.program = step.Program(
+        self.program = engine_state.Program(
             model,
-            page_size=config.cache.page_size,
+            weights,
+            sizes=engine_state.StateSizes(
+                config.cache.page_size,
+                self.num_slots,
+                max_len,
+                self.cache_dtype,
+                self.shape_for(config.buckets[-1]),
+            ),
             sample_tile=CPU_SAMPLE_TILE if on_cpu else None,
         )
-        kv_cache.check_layout(config.cache.page_size, self.cache_dtype)
+        kv_cache.check_layout(self.program.page_size, self.cache_dtype)
         self.memory = self._plan_memory()
-        self.state = self._state(self.memory.num_pages)
-        self.table_width = self.state.page_table.shape[1]
+        self.reset_state()
+        self.table_width = self.program.sizes.table_width
 
     @property
     def cache_dtype(self) -> jnp.dtype:
         name = self.config.cache.dtype
-        return self.model.numerics.dtype if name == "model" else jnp.dtype(name)
+        return self.model.model.numerics.dtype if name == "model" else jnp.dtype(name)
 
     @property
     def num_compiled(self) -> int:
@@ -84,24 +96,35 @@ class Runner:
             self._programs[name] = program
             on_progress(name)
 
-        step.compile_programs(programs, done)
+        compile_programs(programs, done)
         step.forget_traces()
         self.compile_seconds = time.perf_counter() - started
         self._is_warm = True
 
     def reset_state(self) -> None:
         """A fresh state: an interrupted step may have taken the old one with it."""
-        del self.state  # first, so that both need not fit
-        self.state = self._state(self.memory.num_pages)
+        self.state: Any = None  # first, so that both need not fit
+        make = engine_state.initial_parts if self.model.mesh is None else step.initial_state
+        self.state = make(program=self.program, num_pages=self.memory.num_pages)
+        self.stages: list[Plan | None] = [None] * self.model.num_stages
 
-    def dispatch(self, plan: Plan) -> step.StepOutput:
-        """Start a step and return at once; its output is read by `np.asarray`."""
-        shape = self.shape_for(plan.num_tokens)
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a further `dispatch` will bring the output of a plan dispatched before."""
+        return any(plan is not None for plan in self.stages[:-1])
+
+    def dispatch(self, plan: Plan) -> tuple[Plan | None, step.StepOutput]:
+        """Start a step and return at once: the plan that it finishes (of a pipeline, the one that
+        entered as many steps ago as there are stages before the last; None: there was none) and
+        its output, which is read by `np.asarray`."""
+        self.stages = [plan if plan.rows else None, *self.stages[:-1]]
+        most = max(p.num_tokens if p is not None else 1 for p in self.stages)
+        shape = self.shape_for(most)
         packed = build(plan, shape, self.num_slots)
         name = f"step[{shape.num_tokens}]"
         program = self._program(name, partial(self._lower_step, self.state, shape))
         self.state, output = program(self.weights, self.state, packed)
-        return output
+        return self.stages[-1], output
 
     def admit(self, admission: step.Admission, extras: step.SlotExtras | None) -> None:
         """Write a request into its slot, ahead of the step that first runs it."""
@@ -118,44 +141,36 @@ class Runner:
                 self.num_late_compiles += 1
                 logging.warning("%s is compiled after warm-up: requests wait for it", name)
             started = time.perf_counter()
-            self._programs[name] = step.compile_program(lower())
+            self._programs[name] = compile_program(lower())
             self.compile_seconds += time.perf_counter() - started
             step.forget_traces()
         return self._programs[name]
 
     def _lower_admit(self) -> Any:
         size = 1 + self.table_width + step.NUM_INTS + step.NUM_FLOATS
-        return step.admit.lower(self.state, jax.ShapeDtypeStruct((size,), jnp.int32))
+        packed = jax.ShapeDtypeStruct((size,), jnp.int32)
+        return step.admit.lower(self.state, packed, program=self.program)
 
     def _lower_extras(self) -> Any:
         one_slot = lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype)
         extras = jax.tree.map(one_slot, self.state.sampling.extras)
         slot = jax.ShapeDtypeStruct((), jnp.int32)
-        return step.admit_extras.lower(self.state, slot, extras)
+        return step.admit_extras.lower(self.state, slot, extras, program=self.program)
 
-    def _lower_step(self, state: step.EngineState, shape: StepShape) -> Any:
+    def _lower_step(self, state: engine_state.EngineState, shape: StepShape) -> Any:
         packed = jax.ShapeDtypeStruct((packed_size(shape),), jnp.int32)
         return step.step.lower(self.weights, state, packed, program=self.program, shape=shape)
 
-    def _state(self, num_pages: int) -> step.EngineState:
-        return step.initial_state(
-            self.model,
-            num_pages=num_pages,
-            page_size=self.config.cache.page_size,
-            num_slots=self.num_slots,
-            max_len=self.max_len,
-            cache_dtype=self.cache_dtype,
-        )
-
     def _plan_memory(self) -> MemoryPlan:
-        cache = self.config.cache
-        limit = device_limit(jax.devices()[0])
+        """Of one device; all hold as much."""
+        cache, mesh = self.config.cache, self.model.mesh
+        limit = device_limit(jax.local_devices()[0] if mesh is None else mesh.local_devices[0])
         page_bytes = kv_cache.page_bytes(
-            self.model.config.cache, page_size=cache.page_size, dtype=self.cache_dtype
+            self.model.cache, page_size=self.program.page_size, dtype=self.cache_dtype
         )
         return plan_pages(
             cache,
-            weight_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(self.weights)),
+            weight_bytes=sum(map(_bytes_on_a_device, jax.tree.leaves(self.weights))),
             temporary_bytes=0 if limit is None else self._temporary_bytes(),
             page_bytes=page_bytes,
             min_tokens=2,
@@ -165,8 +180,12 @@ class Runner:
 
     def _temporary_bytes(self) -> int:
         """Of the largest step, by the compiler's account; one page will do, they count apart."""
-        state = jax.eval_shape(lambda: self._state(1))
+        state = self.program.abstract_state(1)
         shape = self.shape_for(self.config.buckets[-1])
-        compiled = step.compile_program(self._lower_step(state, shape))
+        compiled = compile_program(self._lower_step(state, shape))
         analysis = compiled.memory_analysis()
         return int(analysis.temp_size_in_bytes + analysis.output_size_in_bytes)
+
+
+def _bytes_on_a_device(leaf: jax.Array) -> int:
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize

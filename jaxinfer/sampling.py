@@ -18,6 +18,11 @@ keeps: ties are never cut. The draw inverts the cumulative distribution in vocab
 
 Rows that ask for nothing pay one argmax: every other group runs under `lax.cond` on "some sampled
 row asks". No cond returns or updates slot state, so the donated state is updated in place.
+
+Where the vocabulary is split over devices (`vocab_axes`), the parts exchange what they found, never
+V: a greedy step one gather of 8 bytes a row and part; masks and penalties one sum more; a draw 3
+collectives; top_k and top_p the 64 largest of each part, a sum of weights, and a sum for each round
+of a search beyond those; logprobs 4.
 """
 
 from typing import NamedTuple
@@ -30,6 +35,7 @@ from jaxtyping import Array, Bool, Float32, Int32, Key
 from jaxinfer.sampling_draw import (
     MAX_VOCAB_SIZE,
     argmax,
+    first_largest,
     invert,
     log_normalizer,
     truncation_threshold,
@@ -47,6 +53,15 @@ from jaxinfer.sampling_slots import (
     SlotExtras,
     SlotSampling,
     unpack_bits,
+)
+from jaxinfer.sharding.collectives import Axes, all_max, rank
+from jaxinfer.vocabulary import (
+    columns_of,
+    global_ids,
+    is_true_of_all,
+    merge_largest,
+    own_columns,
+    vocab_size,
 )
 
 
@@ -83,6 +98,7 @@ def sample(
     is_sampled: Bool[Array, " R"],
     base_key: Key[Array, ""],
     row_tile: int | None = None,
+    vocab_axes: Axes = (),
 ) -> tuple[SampleOutput, SlotSampling]:
     """One token a row, and the state in which the chosen tokens are counted.
 
@@ -93,22 +109,27 @@ def sample(
 
     `row_tile` (static) bounds how many rows are worked on at once; it changes no result. None, all,
     suits accelerators. On CPU 8 keeps the temporaries in the cache and off fresh pages.
+
+    `vocab_axes` (static): inside a `shard_map` that splits V over these mesh axes, each device
+    passes its part of the logits, and of all else, slots included, the whole. The results are whole
+    and the same on every device, with the bits of one device that has all the logits.
     """
-    if logits.shape[1] > MAX_VOCAB_SIZE:
-        raise ValueError(f"a vocabulary of {logits.shape[1]} exceeds the limit {MAX_VOCAB_SIZE}")
+    V = vocab_size(logits, vocab_axes)
+    if V > MAX_VOCAB_SIZE:
+        raise ValueError(f"a vocabulary of {V} exceeds the limit {MAX_VOCAB_SIZE}")
     ints = slots.ints[row_slot]
     flags = jnp.where(is_sampled, ints[:, IntColumn.FLAGS], 0)
     rows = _Rows(row_slot, position, flags, ints, slots.floats[row_slot])
+    choose_tile = lambda x, some: _choose(x, some, slots.extras, base_key, vocab_axes)
     tokens = lax.cond(
         rows.any_asks(Feature.RANDOM | EXTRAS),
-        lambda: _by_tile(
-            lambda x, some: _choose(x, some, slots.extras, base_key), row_tile, logits, rows
-        ),
-        lambda: argmax(logits),
+        lambda: _by_tile(choose_tile, row_tile, logits, rows),
+        lambda: argmax(logits, vocab_axes),
     )
+    report_tile = lambda x, some, chosen: _report(x, some, chosen, vocab_axes)
     report = lax.cond(
         rows.any_asks(Feature.LOGPROBS),
-        lambda: _by_tile(_report, row_tile, logits, rows, tokens),
+        lambda: _by_tile(report_tile, row_tile, logits, rows, tokens),
         lambda: _no_report(logits.shape[0]),
     )
     output = SampleOutput(jnp.where(is_sampled, tokens, NO_TOKEN), *report)
@@ -116,15 +137,18 @@ def sample(
 
 
 def top_logprobs(
-    logits: Float32[Array, "M V"], target_ids: Int32[Array, " M"]
+    logits: Float32[Array, "M V"], target_ids: Int32[Array, " M"], vocab_axes: Axes = ()
 ) -> tuple[Float32[Array, " M"], Int32[Array, "M top"], Float32[Array, "M top"]]:
     """Log-probabilities of the targets, and the likeliest tokens with theirs (equal: lower id).
 
     Of the raw logits; V may be smaller than MAX_LOGPROBS: the rest is id NO_TOKEN at -inf.
+    `vocab_axes` as in `sample`.
     """
-    norm = log_normalizer(logits)
-    chosen = jnp.take_along_axis(logits, target_ids[:, None], axis=1)[:, 0] - norm
-    values, ids = lax.top_k(logits, min(MAX_LOGPROBS, logits.shape[1]))
+    norm = log_normalizer(logits, vocab_axes)
+    chosen = _logit_of(logits, target_ids, vocab_axes) - norm
+    values, columns = lax.top_k(logits, min(MAX_LOGPROBS, logits.shape[1]))
+    ids = global_ids(columns, logits, vocab_axes)
+    values, ids = merge_largest(values, ids, MAX_LOGPROBS, vocab_axes)
     fill = ((0, 0), (0, MAX_LOGPROBS - values.shape[1]))
     return (
         chosen,
@@ -133,10 +157,18 @@ def top_logprobs(
     )
 
 
-def _report(logits, rows: _Rows, tokens):
+def _logit_of(logits, token_ids, vocab_axes):
+    if not vocab_axes:
+        return jnp.take_along_axis(logits, token_ids[:, None], axis=1)[:, 0]
+    column = columns_of(token_ids, logits, vocab_axes)[:, None]
+    own = jnp.take_along_axis(logits, column, axis=1, mode="fill", fill_value=-jnp.inf)
+    return all_max(own[:, 0], vocab_axes)
+
+
+def _report(logits, rows: _Rows, tokens, vocab_axes):
     """`top_logprobs` of the rows that ask, zeros for the rest."""
     asks = rows.asks(Feature.LOGPROBS)
-    chosen, ids, values = top_logprobs(logits, tokens)
+    chosen, ids, values = top_logprobs(logits, tokens, vocab_axes)
     return (
         jnp.where(asks, chosen, 0.0),
         jnp.where(asks[:, None], ids, 0),
@@ -177,21 +209,23 @@ def _by_tile(function, row_tile: int | None, *per_row):
     return jax.tree.map(join, results)
 
 
-def _choose(logits, rows: _Rows, extras: SlotExtras, base_key):
-    edited = lax.cond(rows.any_asks(EXTRAS), lambda: _edit(logits, rows, extras), lambda: logits)
+def _choose(logits, rows: _Rows, extras: SlotExtras, base_key, vocab_axes):
+    edit = lambda: _edit(logits, rows, extras, vocab_axes)
+    edited = lax.cond(rows.any_asks(EXTRAS), edit, lambda: logits)
     return lax.cond(
         rows.any_asks(Feature.RANDOM),
-        lambda: _draw_rows(edited, rows, base_key),
-        lambda: argmax(edited),
+        lambda: _draw_rows(edited, rows, base_key, vocab_axes),
+        lambda: argmax(edited, vocab_axes),
     )
 
 
-def _draw_rows(x, rows: _Rows, base_key):
+def _draw_rows(x, rows: _Rows, base_key, vocab_axes):
     """A drawn token for random rows, the largest logit for the others (and for rows without one
     finite logit)."""
     is_random = rows.asks(Feature.RANDOM)
     temperature = jnp.where(is_random, rows.floats[:, FloatColumn.TEMPERATURE], 1.0)
-    weights = weights_of(x, temperature)
+    largest, likeliest = first_largest(x, vocab_axes)
+    weights = weights_of(x, temperature, largest)
     uniform = uniform_bits(base_key, rows.ints[:, IntColumn.SEED], rows.position)
     threshold = lax.cond(
         rows.any_asks(Feature.TOP_K | Feature.TOP_P),
@@ -200,48 +234,63 @@ def _draw_rows(x, rows: _Rows, base_key):
             weights,
             jnp.where(rows.asks(Feature.TOP_K), rows.ints[:, IntColumn.TOP_K], 0),
             jnp.where(rows.asks(Feature.TOP_P), rows.floats[:, FloatColumn.TOP_P], 1.0),
+            vocab_axes,
         ),
         lambda: jnp.full(x.shape[0], -jnp.inf, jnp.float32),
     )
     min_p = jnp.where(is_random, rows.floats[:, FloatColumn.MIN_P], 0.0)
     keep = (x >= threshold[:, None]) & (weights >= min_p[:, None])
-    drawn, is_empty = invert(jnp.where(keep, weights, 0.0), uniform)
-    return jnp.where(is_random & ~is_empty, drawn, argmax(x))
+    drawn, is_empty = invert(jnp.where(keep, weights, 0.0), uniform, vocab_axes)
+    return jnp.where(is_random & ~is_empty, drawn, likeliest)
 
 
-def _edit(raw, rows: _Rows, extras: SlotExtras):
+def _edit(raw, rows: _Rows, extras: SlotExtras, vocab_axes):
     """The logits [R, V] after steps 2 to 4 of the module's list."""
 
     def when(feature, edit, x):
         return lax.cond(rows.any_asks(feature), lambda: edit(x), lambda: x)
 
     def allow(x):
-        allowed = unpack_bits(extras.allowed_bits[rows.slot], x.shape[1])
+        allowed = _own_bits(extras.allowed_bits, rows, x, vocab_axes)
         return jnp.where(allowed | ~rows.asks(Feature.ALLOWED)[:, None], x, -jnp.inf)
 
     def hold_back(x):
         early = rows.asks(Feature.MIN_TOKENS) & (rows.position < rows.ints[:, IntColumn.MIN_LEN])
-        held = unpack_bits(extras.stop_bits[rows.slot], x.shape[1])
+        held = _own_bits(extras.stop_bits, rows, x, vocab_axes)
         return jnp.where(held & early[:, None], -jnp.inf, x)
 
-    x = when(Feature.BIAS, lambda x: _add_bias(x, rows, extras), raw)
+    x = when(Feature.BIAS, lambda x: _add_bias(x, rows, extras, vocab_axes), raw)
     x = when(Feature.ALLOWED, allow, x)
-    x = when(Feature.BAD_WORDS, lambda x: _forbid_bad_words(x, rows, extras), x)
+    x = when(Feature.BAD_WORDS, lambda x: _forbid_bad_words(x, rows, extras, vocab_axes), x)
     x = when(Feature.MIN_TOKENS, hold_back, x)
-    x = when(Feature.PENALTIES, lambda x: _penalize(x, rows, extras), x)
-    is_dead = jnp.max(x, axis=1) == -jnp.inf
+    x = when(Feature.PENALTIES, lambda x: _penalize(x, rows, extras, vocab_axes), x)
+    is_dead = is_true_of_all(jnp.max(x, axis=1) == -jnp.inf, vocab_axes)
     revive = lambda: jnp.where(is_dead[:, None], when(Feature.ALLOWED, allow, raw), x)
     return lax.cond(jnp.any(is_dead), revive, lambda: x)
 
 
-def _add_bias(x, rows: _Rows, extras: SlotExtras):
+def _own_bits(words, rows: _Rows, x, vocab_axes):
+    """The rows' bit sets of the slots' [S, w], as booleans of the shape of x."""
+    n, num_words = x.shape[1], words.shape[1]
+    if not vocab_axes:
+        return unpack_bits(words[rows.slot], n)
+    # As many words as n bits can touch: a TPU would store the bits of all V, a word each.
+    count = min((n + 62) // 32, num_words)
+    start = rank(vocab_axes) * n
+    first = jnp.minimum(start // 32, num_words - count)
+    own = lax.dynamic_slice_in_dim(words, first, count, 1)[rows.slot]
+    return lax.dynamic_slice_in_dim(unpack_bits(own, 32 * count), start - 32 * first, n, 1)
+
+
+def _add_bias(x, rows: _Rows, extras: SlotExtras, vocab_axes):
     # Ids of V and above, NO_BIAS among them, are dropped.
-    ids = jnp.where(rows.asks(Feature.BIAS)[:, None], extras.bias_ids[rows.slot], x.shape[1])
+    columns = columns_of(extras.bias_ids[rows.slot], x, vocab_axes)
+    columns = jnp.where(rows.asks(Feature.BIAS)[:, None], columns, x.shape[1])
     row = jnp.arange(x.shape[0])[:, None]
-    return x.at[row, ids].add(extras.bias_values[rows.slot], mode="drop")
+    return x.at[row, columns].add(extras.bias_values[rows.slot], mode="drop")
 
 
-def _forbid_bad_words(x, rows: _Rows, extras: SlotExtras):
+def _forbid_bad_words(x, rows: _Rows, extras: SlotExtras, vocab_axes):
     """Mask the last token of every bad word whose other tokens are the latest known ones."""
     words = extras.bad_words[rows.slot]  # [R, MAX_BAD_WORDS, MAX_BAD_WORD_LEN]
     prefix, last = words[..., :-1], words[..., -1]
@@ -249,17 +298,18 @@ def _forbid_bad_words(x, rows: _Rows, extras: SlotExtras):
     matches = jnp.all((prefix == ANY_TOKEN) | (prefix == recent), axis=2) & (last != ANY_TOKEN)
     matches &= rows.asks(Feature.BAD_WORDS)[:, None]
     row = jnp.arange(x.shape[0])[:, None]
-    return x.at[row, jnp.where(matches, last, x.shape[1])].set(-jnp.inf, mode="drop")
+    columns = jnp.where(matches, columns_of(last, x, vocab_axes), x.shape[1])
+    return x.at[row, columns].set(-jnp.inf, mode="drop")
 
 
-def _penalize(x, rows: _Rows, extras: SlotExtras):
+def _penalize(x, rows: _Rows, extras: SlotExtras, vocab_axes):
     """Repetition as in CTRL (arXiv:1909.05858, section 4.1), except that a negative logit is
     multiplied, not divided. Frequency and presence as in OpenAI's API:
     logit - count * frequency - [count > 0] * presence.
     """
     column = lambda which: rows.floats[:, which][:, None]
-    counts = extras.output_counts[rows.slot]
-    seen = (counts > 0) | unpack_bits(extras.prompt_bits[rows.slot], x.shape[1])
+    counts = own_columns(extras.output_counts, vocab_axes)[rows.slot]
+    seen = (counts > 0) | _own_bits(extras.prompt_bits, rows, x, vocab_axes)
     repetition = column(FloatColumn.REPETITION)
     y = jnp.where(seen, jnp.where(x > 0, x / repetition, x * repetition), x)
     y = y - column(FloatColumn.FREQUENCY) * counts

@@ -6,6 +6,11 @@ bits, relative to the likeliest token), where any order gives the same bits.
 
 Why no sort: one of [8, 49152] takes 46 ms on a CPU of 2 cores. A threshold is found among the
 largest few candidates or by bisecting the bits of a float32, and kept is what is not below it.
+
+`vocab_axes`: V is split over these mesh axes, evenly (`vocabulary`); x is one device's part, what
+has no V is the same on every device, and so is every result but weights. Sums being exact, the
+results have the bits of one device. Collectives stand inside cond and while_loop: their predicates
+come from what all devices share (logits only by way of a collective), so all of them take part.
 """
 
 import jax
@@ -14,6 +19,16 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32, Key, UInt32
 
+from jaxinfer.sharding.collectives import Axes, all_max, all_sum, rank
+from jaxinfer.vocabulary import (
+    all_parts,
+    global_ids,
+    merge_first_largest,
+    merge_largest,
+    num_parts,
+    vocab_size,
+)
+
 BLOCK = 128  # tokens whose weights are summed as one: 2**24 * 128 = 2**31 still fits 32 bits
 NUM_CANDIDATES = 64  # largest logits looked at before a threshold is searched in the whole row
 NUM_LIMBS = 4  # of a sum: uint32 [NUM_LIMBS, ...], 16 bits each once carried, lowest first
@@ -21,15 +36,24 @@ FRACTION_BITS = 44  # of a weight
 MAX_VOCAB_SIZE = 2**20  # so many weights of 1 fill the limbs
 
 
-def argmax(x: Float32[Array, "R V"]) -> Int32[Array, " R"]:
-    """The first largest entry of each row; some entry where a row holds NaN.
+def first_largest(
+    x: Float32[Array, "R V"], vocab_axes: Axes = ()
+) -> tuple[Float32[Array, " R"], Int32[Array, " R"]]:
+    """The largest entry of each row and the first token that has it; some token where a row holds
+    NaN. One collective, if V is split.
 
     Two levels: on CPU, XLA's own argmax is scalar (24 ms for [64, 49152] on 2 cores, this 0.4).
     """
     blocks = _blocks(x, -jnp.inf)
     block = jnp.argmax(jnp.max(blocks, axis=2), axis=1).astype(jnp.int32)
     inside = jnp.argmax(_take_block(blocks, block), axis=1).astype(jnp.int32)
-    return jnp.minimum(block * BLOCK + inside, x.shape[1] - 1)
+    column = jnp.minimum(block * BLOCK + inside, x.shape[1] - 1)
+    return merge_first_largest(jnp.max(x, axis=1), global_ids(column, x, vocab_axes), vocab_axes)
+
+
+def argmax(x: Float32[Array, "R V"], vocab_axes: Axes = ()) -> Int32[Array, " R"]:
+    """The token of `first_largest`."""
+    return first_largest(x, vocab_axes)[1]
 
 
 def uniform_bits(
@@ -46,12 +70,17 @@ def uniform_bits(
 
 
 def weights_of(
-    x: Float32[Array, "R V"], temperature: Float32[Array, " R"]
+    x: Float32[Array, "R V"],
+    temperature: Float32[Array, " R"],
+    largest: Float32[Array, " R"] | None = None,
 ) -> Float32[Array, "R V"]:
-    """exp((x - max) / temperature) [R, V], at most 1: the softmax without its denominator."""
-    largest = jnp.max(x, axis=1, keepdims=True)
+    """exp((x - largest) / temperature) [R, V], at most 1: the softmax without its denominator.
+
+    `largest` is each row's (None: that of x), over the whole vocabulary where V is split.
+    """
+    largest = jnp.max(x, axis=1) if largest is None else largest
     largest = jnp.where(jnp.isfinite(largest), largest, 0.0)
-    weights = jnp.minimum(jnp.exp((x - largest) / temperature[:, None]), 1.0)
+    weights = jnp.minimum(jnp.exp((x - largest[:, None]) / temperature[:, None]), 1.0)
     # Stored once: recomputed in two fusions, a vectorized and a scalar exp might differ.
     return lax.optimization_barrier(weights)
 
@@ -61,6 +90,7 @@ def truncation_threshold(
     weights: Float32[Array, "R V"],
     top_k: Int32[Array, " R"],
     top_p: Float32[Array, " R"],
+    vocab_axes: Axes = (),
 ) -> Float32[Array, " R"]:
     """The smallest logit that top_k (0: off) and then top_p (1: off) keep; -inf if they keep all.
 
@@ -69,33 +99,34 @@ def truncation_threshold(
     of their weight; the largest always. Nearly always the answer lies among the NUM_CANDIDATES
     largest; otherwise it is searched in the whole row, with the same result.
     """
-    values, ids = lax.top_k(x, min(NUM_CANDIDATES, x.shape[1]))
-    by_k = _top_k_threshold(x, values, top_k)
-    return lax.cond(
-        jnp.any(top_p < 1.0),
-        lambda: jnp.maximum(by_k, _top_p_threshold(x, weights, values, ids, by_k, top_p)),
-        lambda: by_k,
-    )
+    values, columns = lax.top_k(x, min(NUM_CANDIDATES, x.shape[1]))
+    beside = jnp.take_along_axis(weights, columns, axis=1)
+    candidates = merge_largest(values, beside, NUM_CANDIDATES, vocab_axes)
+    by_k = _top_k_threshold(x, candidates[0], top_k, vocab_axes)
+    by_p = lambda: _top_p_threshold(x, weights, candidates, by_k, top_p, vocab_axes)
+    return lax.cond(jnp.any(top_p < 1.0), lambda: jnp.maximum(by_k, by_p()), lambda: by_k)
 
 
-def _top_k_threshold(x, values, top_k):
-    num_candidates = values.shape[1]
+def _top_k_threshold(x, values, top_k, vocab_axes):
+    V, num_candidates = vocab_size(x, vocab_axes), values.shape[1]
     index = jnp.clip(top_k - 1, 0, num_candidates - 1)
     near = jnp.take_along_axis(values, index[:, None], axis=1)[:, 0]
-    is_far = (top_k > num_candidates) & (top_k < x.shape[1])
-    holds = lambda value: jnp.sum(x > value[:, None], axis=1, dtype=jnp.int32) < top_k
+    is_far = (top_k > num_candidates) & (top_k < V)
+    count = lambda value: jnp.sum(x > value[:, None], axis=1, dtype=jnp.int32)
+    holds = lambda value: all_sum(count(value), vocab_axes) < top_k
     far = lax.cond(
         jnp.any(is_far), lambda: _smallest(holds, values[:, -1], is_far), lambda: values[:, -1]
     )
-    is_off = (top_k <= 0) | (top_k >= x.shape[1])
+    is_off = (top_k <= 0) | (top_k >= V)
     return jnp.where(is_off, -jnp.inf, jnp.where(is_far, far, near))
 
 
-def _top_p_threshold(x, weights, values, ids, by_k, top_p):
-    num_candidates = values.shape[1]
+def _top_p_threshold(x, weights, candidates, by_k, top_p, vocab_axes):
+    values, candidate_weights = candidates
+    V, num_candidates = vocab_size(x, vocab_axes), values.shape[1]
     kept = jnp.where(x >= by_k[:, None], weights, 0.0)
-    candidate_weights = jnp.take_along_axis(kept, ids, axis=1)
-    target = _scale(_mass(kept), _fraction_bits(top_p))
+    candidate_weights = jnp.where(values >= by_k[:, None], candidate_weights, 0.0)
+    target = _scale(_mass(kept, vocab_axes), _fraction_bits(top_p))
     is_on = top_p < 1.0
 
     def is_cut(index):  # the index-th candidate: its larger ones hold the share already
@@ -108,8 +139,9 @@ def _top_p_threshold(x, weights, values, ids, by_k, top_p):
     near = jnp.take_along_axis(values, last_kept, axis=1)[:, 0]
 
     last = values[:, -1]
-    is_far = is_on & (near <= last) & (by_k < last) & (num_candidates < x.shape[1])
-    holds = lambda value: _less(_mass(jnp.where(x > value[:, None], kept, 0.0)), target)
+    is_far = is_on & (near <= last) & (by_k < last) & (num_candidates < V)
+    mass = lambda value: _mass(jnp.where(x > value[:, None], kept, 0.0), vocab_axes)
+    holds = lambda value: _less(mass(value), target)
     far = lax.cond(jnp.any(is_far), lambda: _smallest(holds, last, is_far), lambda: last)
     return jnp.where(is_on, jnp.where(is_far, far, near), -jnp.inf)
 
@@ -156,13 +188,15 @@ def _from_order(order):
 
 
 def invert(
-    weights: Float32[Array, "R V"], uniform: UInt32[Array, " R"]
+    weights: Float32[Array, "R V"], uniform: UInt32[Array, " R"], vocab_axes: Axes = ()
 ) -> tuple[Int32[Array, " R"], Bool[Array, " R"]]:
     """The first token whose cumulative weight exceeds uniform / 2**32 of the total, and whether
-    a row has no weight at all."""
+    a row has no weight at all. Two collectives, if V is split."""
     blocks = _blocks(weights, 0.0)
     per_block = _limb_sum(blocks)  # [NUM_LIMBS, R, V / BLOCK]
-    total = _carry(jnp.sum(per_block, axis=2, dtype=jnp.uint32))
+    own = jnp.sum(per_block, axis=2, dtype=jnp.uint32)
+    lower, everything = _sums_of_parts(own, vocab_axes)
+    total = _carry(everything)
     target = _scale(total, uniform)
     zero = jnp.zeros_like(uniform)
 
@@ -172,7 +206,7 @@ def invert(
 
     def sum_below(index):
         is_below = jnp.arange(blocks.shape[1]) < index[:, None]
-        return jnp.sum(jnp.where(is_below, per_block, 0), axis=2, dtype=jnp.uint32)
+        return lower + jnp.sum(jnp.where(is_below, per_block, 0), axis=2, dtype=jnp.uint32)
 
     block = first(lambda i: _less(target, _carry(sum_below(i + 1))), blocks.shape[1])
     before, inside = sum_below(block), _take_block(blocks, block)
@@ -181,16 +215,20 @@ def invert(
         upto = jnp.where(jnp.arange(BLOCK) <= index[:, None], inside, 0.0)
         return _less(target, _carry(before + _limb_sum(upto)))
 
-    token = block * BLOCK + first(exceeds, BLOCK)
-    return jnp.minimum(token, weights.shape[1] - 1), ~_less(jnp.zeros_like(total), total)
+    column = jnp.minimum(block * BLOCK + first(exceeds, BLOCK), weights.shape[1] - 1)
+    token = global_ids(column, weights, vocab_axes)
+    if vocab_axes:  # one part reaches the target: its token is the answer
+        is_here = ~_less(target, _carry(lower)) & _less(target, _carry(lower + own))
+        token = all_sum(jnp.where(is_here, token, 0), vocab_axes)
+    return token, ~_less(jnp.zeros_like(total), total)
 
 
-def log_normalizer(logits: Float32[Array, "R V"]) -> Float32[Array, " R"]:
+def log_normalizer(logits: Float32[Array, "R V"], vocab_axes: Axes = ()) -> Float32[Array, " R"]:
     """log sum exp of each row [R], from the exact sum of weights."""
-    largest = jnp.max(logits, axis=1)
-    weights = weights_of(logits, jnp.ones(logits.shape[0], jnp.float32))
+    largest = all_max(jnp.max(logits, axis=1), vocab_axes)
+    weights = weights_of(logits, jnp.ones(logits.shape[0], jnp.float32), largest)
     total = jnp.zeros(logits.shape[0], jnp.float32)
-    for i, limb in enumerate(_mass(weights)):
+    for i, limb in enumerate(_mass(weights, vocab_axes)):
         total += limb.astype(jnp.float32) * 2.0 ** (16 * i - FRACTION_BITS)
     return largest + jnp.log(total)
 
@@ -210,9 +248,20 @@ def _take_block(blocks, block):
     return jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
 
 
-def _mass(weights):
+def _mass(weights, vocab_axes=()):
     """The sum of each row of weights [R, n]: carried limbs [NUM_LIMBS, R]."""
-    return _carry(jnp.sum(_limb_sum(_blocks(weights, 0.0)), axis=2, dtype=jnp.uint32))
+    own = jnp.sum(_limb_sum(_blocks(weights, 0.0)), axis=2, dtype=jnp.uint32)
+    return _carry(all_sum(own, vocab_axes))
+
+
+def _sums_of_parts(own, vocab_axes):
+    """Of every device's limbs, not carried: the sum of those of lower rank, and of all."""
+    if not vocab_axes:
+        return jnp.zeros_like(own), own
+    parts = all_parts(own, vocab_axes)  # [parts, NUM_LIMBS, R]
+    is_lower = jnp.arange(num_parts(vocab_axes)) < rank(vocab_axes)
+    lower = jnp.where(is_lower[:, None, None], parts, 0)
+    return tuple(jnp.sum(x, axis=0, dtype=jnp.uint32) for x in (lower, parts))
 
 
 def _limb_sum(weights):

@@ -9,6 +9,11 @@ When pages run out, the running request that the policy puts last is *preempted*
 (full ones into the prefix cache), and it waits to be computed again. The first in order always gets
 through, since a request that the whole pool cannot hold is refused at admission.
 
+In a pipeline of S stages a step's tokens are sampled S - 1 steps later. A request whose next token
+is among them waits until then, so that S groups of requests take turns; a step takes no more
+decodes than an equal share of them, and so the groups become equal. A slot that was given back
+rests until nothing under way can write to it.
+
 Some models compute a sequence anew once, when it passes a length (`restart_len`): its pages go back
 too, and it waits to be computed again, with `Request.rope_len` saying that it has passed. Those
 that run may take its pages; nobody who waits behind it is admitted first.
@@ -17,6 +22,7 @@ that run may take its pages; nobody who waits behind it is admitted first.
 from __future__ import annotations
 
 import bisect
+from collections import deque
 from typing import NamedTuple
 
 from jaxinfer.pages import PagePool, page_key
@@ -74,15 +80,19 @@ class Scheduler:
         max_tokens: int,
         max_rows: int,
         restart_len: int | None = None,
+        num_stages: int = 1,
     ):
         self.pool = pool
         self.policy = policy
         self.max_tokens = max_tokens
         self.restart_len = restart_len
+        self.num_stages = num_stages
         self.waiting: list[Request] = []  # in the policy's order
         self.running: list[Request] = []  # the same
         self._max_rows = max_rows
         self._free_slots = list(range(max_rows - 1, -1, -1))
+        self._resting: deque[tuple[int, int]] = deque()  # slots, and the step when they are free
+        self._num_planned = 0  # steps
         self.num_preemptions = 0
         self.num_shared_tokens = 0  # tokens that the prefix cache has spared from computing
 
@@ -96,11 +106,17 @@ class Scheduler:
     def schedule(self) -> Plan:
         """Plan a step and count its tokens as computed. Pages and slots are taken here."""
         plan = Plan([], [], [], [])
+        while self._resting and self._resting[0][0] <= self._num_planned:
+            self._free_slots.append(self._resting.popleft()[1])
         chunks: list[Row] = []  # rows of several tokens: they come after the decodes
         budget = self._run(plan, chunks)
         if not plan.preempted:
             self._admit(plan, chunks, budget)
         plan.rows.extend(chunks)
+        if self.num_stages > 1:
+            for row in plan.rows:
+                row.request.ready_at = self._num_planned + (self.num_stages * row.is_sampled)
+        self._num_planned += 1
         self.policy.planned(len(self.waiting))
         return plan
 
@@ -122,10 +138,12 @@ class Scheduler:
         for request in requests:
             request.slot = None
             request.drop_pending()
+            request.ready_at = 0
             request.forget_pages()
         self.running = []
         self.waiting = sorted(requests, key=self.policy.order)
         self._free_slots = list(range(self._max_rows - 1, -1, -1))
+        self._resting.clear()
 
     def register_pages(self, request: Request) -> None:
         """Put the request's pages that are full, computed and read into the prefix cache."""
@@ -153,7 +171,7 @@ class Scheduler:
             assert request.slot is None and not request.pages and not request.is_finished
         for page in range(self.pool.num_pages):
             assert self.pool.num_references(page) == held.get(page, 0), f"page {page}: leaked"
-        slots = [r.slot for r in self.running] + self._free_slots
+        slots = [r.slot for r in self.running] + self._free_slots + [s for _, s in self._resting]
         assert len(slots) == len(set(slots)), "a slot is used twice"
 
     def _run(self, plan: Plan, chunks: list[Row]) -> int:
@@ -161,7 +179,7 @@ class Scheduler:
         page_size = self.pool.page_size
         if self.restart_len is not None:
             self._restart(self.restart_len, plan)
-        running = self.running.copy()  # preemption takes from it
+        running = self._ready()
         todo = [request.num_remaining for request in running]
         budget = self.max_tokens
         chunk_budget = max(0, budget - todo.count(1))
@@ -176,6 +194,19 @@ class Scheduler:
             chunk_budget -= num_tokens if remaining > 1 else 0
             (plan.rows if num_tokens == 1 else chunks).append(_row(request, num_tokens))
         return budget
+
+    def _ready(self) -> list[Request]:
+        """A copy of the running requests, since preemption takes from them; in a pipeline, of those
+        whose next token is known or sampled by now, and no more decodes than are due in a step."""
+        if self.num_stages == 1:
+            return self.running.copy()
+        most, ready = -(-len(self.running) // self.num_stages), []
+        for request in self.running:
+            is_decode = request.num_remaining == 1
+            if request.ready_at <= self._num_planned and (not is_decode or most > 0):
+                ready.append(request)
+                most -= is_decode
+        return ready
 
     def _grow(self, request: Request, num_tokens: int, plan: Plan) -> bool:
         """Pages for `num_tokens` more, preempting others if need be; False: it was preempted."""
@@ -253,7 +284,10 @@ class Scheduler:
 
     def _give_back(self, request: Request) -> None:
         assert request.slot is not None
-        self._free_slots.append(request.slot)
+        if self.num_stages == 1:
+            self._free_slots.append(request.slot)
+        else:
+            self._resting.append((self._num_planned + self.num_stages, request.slot))
         request.slot = None
         self.pool.release(request.pages)
         request.forget_pages()

@@ -1,51 +1,43 @@
 """The one jitted step: forward, pick the rows' last tokens, sample, remember.
 
-Programs are made here and nowhere else in the engine. Three of them: `step` (one variant a bucket
-of tokens), `admit` (a request takes a slot) and `admit_extras` (the same for its masks, biases and
-counts, when it has any). State is donated: pages and tables are updated in place.
+Programs are made here and nowhere else in the engine: `step` (one variant a bucket of tokens),
+`admit` (a request takes a slot), `admit_extras` (the same for its masks, biases and counts, when it
+has any), and `initial_state`. State is donated: pages and tables are updated in place.
+
+On a mesh every device runs the same program on its own parts (`Program.on_mesh`), and collectives
+stand where the model says (`nn.layers.Linear`, `Embedding`), in sampling over a split vocabulary,
+and between the stages of a pipeline (`micro_batch`).
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import logging
 
-from jaxinfer import kv_cache
+from jaxinfer import kv_cache, micro_batch
 from jaxinfer.batch import ON_DEVICE, StepInputs, StepShape, unpack
-from jaxinfer.kernels.dispatch import platform
+from jaxinfer.engine_state import EngineState, Program, initial_parts
 from jaxinfer.kernels.kv_pages import KVPages
 from jaxinfer.kernels.paged_attention.api import token_rows
-from jaxinfer.models.functional import FunctionalModel, Weights
+from jaxinfer.micro_batch import InFlight, MicroBatch
+from jaxinfer.models.functional import Weights
 from jaxinfer.sampling import SampleOutput, sample, top_logprobs
 from jaxinfer.sampling_params import MAX_LOGPROBS
 from jaxinfer.sampling_slots import (
     NUM_FLOATS,
     NUM_INTS,
     SlotExtras,
-    SlotSampling,
-    init_slots,
     write_extras,
     write_scalars,
 )
+from jaxinfer.sharded_model import NOTHING, ShardedModel, unstacked
+from jaxinfer.sharding.zigzag import TokenSplit
 
-NUM_COMPILE_THREADS = 2
 PROMPT_LOGPROBS_TILE = 64  # tokens whose logits exist at once
-
-
-class EngineState(NamedTuple):
-    """Everything that lives on the device between steps, but the weights."""
-
-    pages: tuple[KVPages, ...]  # one a layer
-    last_token: jax.Array  # [S] int32: what each slot sampled last
-    page_table: jax.Array  # [S, W] int32
-    sampling: SlotSampling
 
 
 class PromptLogprobs(NamedTuple):
@@ -61,76 +53,83 @@ class StepOutput(NamedTuple):
     prompt: PromptLogprobs  # by token
 
 
-class Program:
-    """What is static about an engine's programs. Hashes by identity: it is a jit key."""
-
-    def __init__(self, model: FunctionalModel, *, page_size: int, sample_tile: int | None):
-        self.model = model
-        self.page_size = page_size
-        self.sample_tile = sample_tile
-
-
-def initial_state(
-    model: FunctionalModel,
-    *,
-    num_pages: int,
-    page_size: int,
-    num_slots: int,
-    max_len: int,
-    cache_dtype,
-) -> EngineState:
-    """Zeroed pages and tables, every slot unused."""
-    return EngineState(
-        pages=kv_cache.allocate(
-            model.config.cache, num_pages=num_pages, page_size=page_size, dtype=cache_dtype
-        ),
-        last_token=jnp.zeros(num_slots, jnp.int32),
-        page_table=jnp.zeros((num_slots, -(-max_len // page_size)), jnp.int32),
-        sampling=init_slots(num_slots, model.config.vocab_size),
-    )
-
-
 def _step(
     weights: Weights, state: EngineState, packed: jax.Array, *, program: Program, shape: StepShape
 ) -> tuple[EngineState, StepOutput]:
+    run = partial(_run_parts, program=program, shape=shape)
+    of_weights, of_state = program.specs
+    on_mesh = program.on_mesh(run, (of_weights, of_state, NOTHING), (of_state, NOTHING))
+    return on_mesh(weights, state, packed)
+
+
+def _run_parts(
+    weights: Weights, state: EngineState, packed: jax.Array, *, program: Program, shape: StepShape
+) -> tuple[EngineState, StepOutput]:
+    """The step as each device runs it, on its parts of weights and state."""
     inputs = unpack(packed, shape)
-    decoder = program.model.merge(weights)
+    model = program.model
+    decoder = model.local.merge(unstacked(weights, model))
     page_table = state.page_table.at[inputs.entry_slot, inputs.entry_index].set(
         inputs.entry_page, mode="drop"
     )
-    batch = kv_cache.ragged_batch(
-        shape.num_tokens,
-        inputs.q_start,
-        inputs.kv_len,
-        page_table[inputs.row_slot],
-        inputs.rope_len,
-        inputs.write_from,
-        page_size=program.page_size,
-        num_pages=state.pages[0].k.shape[0],
-    )
-    token_ids = _token_ids(inputs, state.last_token)
-    hidden, pages = decoder(token_ids, batch, state.pages)
+    entering = MicroBatch.entering(inputs, page_table)
+    split = TokenSplit.of(model.layout, shape.num_tokens)
+    token_ids = split.own(_token_ids(inputs, state.last_token))
+    ragged = partial(_ragged, T=shape.num_tokens, program=program, pages=state.pages)
+    in_flight = state.in_flight
+    if in_flight is None:
+        leaving = entering
+        hidden, pages = decoder(token_ids, ragged(entering), state.pages)
+    else:
+        working, behind = micro_batch.advance(in_flight, entering)
+        leaving = micro_batch.last_of(working)
+        embedded = decoder.embedded(token_ids, ragged(entering))
+        hidden, pages = decoder.run(
+            micro_batch.entering_stage(embedded, in_flight),
+            ragged(micro_batch.of_this_stage(working)),
+            state.pages,
+        )
+        in_flight = InFlight(behind, micro_batch.hand_on(hidden, in_flight))
 
-    last = jnp.maximum(inputs.q_start[1:] - 1, 0)
-    is_sampled = inputs.is_sampled != 0
+    last = jnp.maximum(leaving.q_start[1:] - 1, 0)
+    last_hidden = micro_batch.of_last_stage(split.at(hidden, last), model.num_stages)
+    is_sampled = leaving.is_sampled != 0
     sampled, sampling = sample(
-        decoder.logits(hidden[last]),
+        decoder.logits(last_hidden),
         state.sampling,
-        inputs.row_slot,
-        inputs.kv_len,
+        leaving.row_slot,
+        leaving.kv_len,
         is_sampled,
         jax.random.key(0),  # requests bring their own seeds
         program.sample_tile,
+        model.layout.axes("vocab"),
     )
     num_slots = state.last_token.shape[0]
-    slot = jnp.where(is_sampled, inputs.row_slot, num_slots)
+    slot = jnp.where(is_sampled, leaving.row_slot, num_slots)
     new_state = EngineState(
         pages=pages,
         last_token=state.last_token.at[slot].set(sampled.tokens, mode="drop"),
         page_table=page_table,
         sampling=sampling,
+        in_flight=in_flight,
     )
-    return new_state, StepOutput(sampled, _prompt_logprobs(decoder, hidden, inputs))
+    return new_state, StepOutput(sampled, _prompt_logprobs(decoder, hidden, leaving, model, split))
+
+
+def _ragged(
+    batch: MicroBatch, *, T: int, program: Program, pages: tuple[KVPages, ...]
+) -> kv_cache.RaggedBatch:
+    return kv_cache.ragged_batch(
+        T,
+        batch.q_start,
+        batch.kv_len,
+        batch.page_table,
+        batch.rope_len,
+        batch.write_from,
+        page_size=program.page_size,
+        num_pages=pages[0].k.shape[0],
+        layout=program.model.layout,
+    )
 
 
 def _token_ids(inputs: StepInputs, last_token: jax.Array) -> jax.Array:
@@ -141,16 +140,20 @@ def _token_ids(inputs: StepInputs, last_token: jax.Array) -> jax.Array:
     return jnp.where(inputs.token_ids == ON_DEVICE, on_device, inputs.token_ids)
 
 
-def _prompt_logprobs(decoder, hidden: jax.Array, inputs: StepInputs) -> PromptLogprobs:
+def _prompt_logprobs(
+    decoder, hidden: jax.Array, batch: MicroBatch, model: ShardedModel, split: TokenSplit
+) -> PromptLogprobs:
     """Head and log-softmax over all tokens, tile by tile, and only where a prompt asked."""
-    T = hidden.shape[0]
+    T = split.num_tokens
 
     def compute():
         tile = min(PROMPT_LOGPROBS_TILE, T)
         pad = -T % tile
-        tiles = jnp.pad(hidden, ((0, pad), (0, 0))).reshape(-1, tile, hidden.shape[1])
-        targets = jnp.pad(inputs.target_ids, (0, pad)).reshape(-1, tile)
-        of_tile = lambda x: top_logprobs(decoder.logits(x[0]), x[1])
+        last = micro_batch.of_last_stage(split.all(hidden), model.num_stages)
+        tiles = jnp.pad(last, ((0, pad), (0, 0))).reshape(-1, tile, hidden.shape[1])
+        targets = jnp.pad(batch.target_ids, (0, pad)).reshape(-1, tile)
+        vocab_axes = model.layout.axes("vocab")
+        of_tile = lambda x: top_logprobs(decoder.logits(x[0]), x[1], vocab_axes)
         parts = jax.lax.map(of_tile, (tiles, targets))
         return PromptLogprobs(*(p.reshape(-1, *p.shape[2:])[:T] for p in parts))
 
@@ -158,7 +161,7 @@ def _prompt_logprobs(decoder, hidden: jax.Array, inputs: StepInputs) -> PromptLo
         shape = (T, MAX_LOGPROBS)
         return PromptLogprobs(jnp.zeros(T), jnp.zeros(shape, jnp.int32), jnp.zeros(shape))
 
-    return jax.lax.cond(inputs.wants_prompt_logprobs[0] != 0, compute, nothing)
+    return jax.lax.cond(batch.wants_prompt_logprobs[0] != 0, compute, nothing)
 
 
 class Admission(NamedTuple):
@@ -178,7 +181,12 @@ class Admission(NamedTuple):
         )
 
 
-def _admit(state: EngineState, packed: jax.Array) -> EngineState:
+def _admit(state: EngineState, packed: jax.Array, *, program: Program) -> EngineState:
+    of_state = program.specs[1]
+    return program.on_mesh(_write_slot, (of_state, NOTHING), of_state)(state, packed)
+
+
+def _write_slot(state: EngineState, packed: jax.Array) -> EngineState:
     W = state.page_table.shape[1]
     slot, table, ints, floats = jnp.split(packed, [1, 1 + W, 1 + W + NUM_INTS])
     assert floats.shape == (NUM_FLOATS,)
@@ -189,66 +197,29 @@ def _admit(state: EngineState, packed: jax.Array) -> EngineState:
     )
 
 
-def _admit_extras(state: EngineState, slot: jax.Array, extras: SlotExtras) -> EngineState:
+def _admit_extras(
+    state: EngineState, slot: jax.Array, extras: SlotExtras, *, program: Program
+) -> EngineState:
+    of_state = program.specs[1]
+    on_mesh = program.on_mesh(_write_slot_extras, (of_state, NOTHING, NOTHING), of_state)
+    return on_mesh(state, slot, extras)
+
+
+def _write_slot_extras(state: EngineState, slot: jax.Array, extras: SlotExtras) -> EngineState:
     return state._replace(sampling=write_extras(state.sampling, slot, extras))
 
 
+def _initial_state(*, program: Program, num_pages: int) -> EngineState:
+    return program.on_mesh(lambda: initial_parts(program, num_pages), (), program.specs[1])()
+
+
+# Each device of a mesh makes its own zeros; one alone needs no program for that. Static: all.
+initial_state = jax.jit(_initial_state, static_argnames=("program", "num_pages"))
 # Static: the program (once an engine) and the shape (once a bucket). Donated: the state.
 step = jax.jit(_step, static_argnames=("program", "shape"), donate_argnames=("state",))
 # One variant each. Donated: the state.
-admit = jax.jit(_admit, donate_argnames=("state",))
-admit_extras = jax.jit(_admit_extras, donate_argnames=("state",))
-
-
-# GPU: left alone, XLA cuts a decode step's products along the contracted axis, and each sum of
-# parts is one kernel more, with which neither the addition to the residual stream nor the norm
-# behind it is fused (a Llama-3-8B layer compiled for an H100, jax 0.10.2: 11 launches so, 8 with).
-COMPILER_OPTIONS: Mapping[str, Mapping[str, Any]] = {
-    "gpu": {"xla_gpu_experimental_force_split_k": 1}
-}
-_nothing = jax.jit(lambda: 0)  # to ask XLA which options it knows
-
-
-def compiler_options() -> dict[str, Any]:
-    """For `lower().compile(compiler_options=...)`, of the platform that is traced for. An option
-    that the installed XLA does not know is left out, and logged: it changes speed alone."""
-    options = COMPILER_OPTIONS.get(platform(), {})
-    return {name: value for name, value in options.items() if _is_known(name, value)}
-
-
-@functools.lru_cache
-def _is_known(name: str, value: Any) -> bool:
-    try:
-        _nothing.lower().compile(compiler_options={name: value})
-    except jax.errors.JaxRuntimeError as error:
-        if "No such compile option" not in str(error):
-            raise
-        logging.warning("this XLA has no option %s: a step takes more launches", name)
-        return False
-    return True
-
-
-def compile_program(lowered: Any) -> Any:
-    return lowered.compile(compiler_options=compiler_options())
-
-
-def compile_programs(
-    lower: Mapping[Any, Callable[[], Any]], on_compiled: Callable[[Any, Any], None]
-) -> None:
-    """Lower and compile every program; `on_compiled` gets the key and the program of each one done.
-
-    Tracing holds Python's lock, compiling does not: one thread traces, two compile.
-    """
-    options = compiler_options()
-    compiled = lambda lowered: lowered.compile(compiler_options=options)
-    with ThreadPoolExecutor(NUM_COMPILE_THREADS) as pool:
-        try:
-            futures = {pool.submit(compiled, trace()): key for key, trace in lower.items()}
-            for future in as_completed(futures):
-                on_compiled(futures[future], future.result())
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+admit = jax.jit(_admit, static_argnames=("program",), donate_argnames=("state",))
+admit_extras = jax.jit(_admit_extras, static_argnames=("program",), donate_argnames=("state",))
 
 
 def forget_traces() -> None:

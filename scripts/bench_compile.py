@@ -21,9 +21,12 @@ from absl import app, flags
 
 from jaxinfer import step
 from jaxinfer.batch import StepShape, packed_size
+from jaxinfer.compiling import compiler_options
+from jaxinfer.engine_state import Program, StateSizes
 from jaxinfer.models import HF_FAMILIES
 from jaxinfer.models.functional import FunctionalModel
 from jaxinfer.nn.layers import Numerics
+from jaxinfer.sharded_model import ShardedModel
 
 FLAGS = flags.FLAGS
 flags.DEFINE_list("families", [], "model_type of the families to compile; none: all decoders.")
@@ -99,23 +102,15 @@ def seconds_to_compile(model: FunctionalModel, bucket: int) -> tuple[float, floa
     """CPU seconds to trace and lower the step of `bucket` tokens, and to compile it."""
     jax.clear_caches()
     shape = StepShape.of_bucket(bucket, NUM_ROWS, PAGE_SIZE)
-    state = jax.eval_shape(
-        lambda: step.initial_state(
-            model,
-            num_pages=NUM_PAGES,
-            page_size=PAGE_SIZE,
-            num_slots=NUM_ROWS,
-            max_len=MAX_LEN,
-            cache_dtype=model.numerics.dtype,
-        )
-    )
     weights = tuple(jax.ShapeDtypeStruct(p.shape, p.dtype) for p in model.parameters)
     packed = jax.ShapeDtypeStruct((packed_size(shape),), jnp.int32)
-    program = step.Program(model, page_size=PAGE_SIZE, sample_tile=None)
+    sizes = StateSizes(PAGE_SIZE, NUM_ROWS, MAX_LEN, model.numerics.dtype, shape)
+    program = Program(ShardedModel(model), weights, sizes=sizes)
+    state = program.abstract_state(NUM_PAGES)
     start = time.process_time()
     lowered = step.step.lower(weights, state, packed, program=program, shape=shape)
     middle = time.process_time()
-    lowered.compile(compiler_options=step.compiler_options())
+    lowered.compile(compiler_options=compiler_options())
     return middle - start, time.process_time() - middle
 
 

@@ -17,7 +17,8 @@ import numpy as np
 from compile_target import Chip
 from compile_text import launches, parse
 
-from jaxinfer import kv_cache, step
+from jaxinfer import kv_cache
+from jaxinfer.compiling import compiler_options
 from jaxinfer.models import HF_FAMILIES
 from jaxinfer.models.functional import FunctionalModel
 from jaxinfer.nn.layers import Numerics
@@ -61,7 +62,7 @@ def check_structure(chip: Chip, structure: Mapping[str, Any]) -> dict[str, Any]:
     shapes = ((NUM_TOKENS,), (NUM_ROWS + 1,), (NUM_ROWS,), (NUM_ROWS, TABLE_WIDTH))
     integers = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
     arguments = chip.abstract((weights, pages, *integers))
-    compiled = chip.compile(forward, *arguments, options=step.compiler_options, model=model)
+    compiled = chip.compile(forward, *arguments, options=compiler_options, model=model)
     return {
         "seconds": compiled.seconds,
         "cpu_seconds": compiled.cpu_seconds,

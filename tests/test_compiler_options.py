@@ -5,33 +5,33 @@ from __future__ import annotations
 import pytest
 from absl import logging
 
-from jaxinfer import step
+from jaxinfer import compiling
 
 
 @pytest.fixture
 def options(monkeypatch):
     def choose(**options):
-        step._is_known.cache_clear()
-        monkeypatch.setattr(step, "COMPILER_OPTIONS", {"cpu": options})
+        compiling._is_known.cache_clear()
+        monkeypatch.setattr(compiling, "COMPILER_OPTIONS", {"cpu": options})
 
     yield choose
-    step._is_known.cache_clear()
+    compiling._is_known.cache_clear()
 
 
 def test_an_option_that_xla_knows_is_given_with_its_value(options):
     options(xla_gpu_experimental_force_split_k=1)
-    assert step.compiler_options() == {"xla_gpu_experimental_force_split_k": 1}
+    assert compiling.compiler_options() == {"xla_gpu_experimental_force_split_k": 1}
 
 
 def test_an_option_that_xla_does_not_know_is_left_out_and_logged(options, monkeypatch):
     warnings = []
     monkeypatch.setattr(logging, "warning", lambda text, *values: warnings.append(text % values))
     options(xla_gpu_of_another_year=1)
-    assert step.compiler_options() == {}
+    assert compiling.compiler_options() == {}
     warning = "this XLA has no option xla_gpu_of_another_year: a step takes more launches"
     assert warnings == [warning]
 
 
 def test_other_platforms_get_none(monkeypatch):
-    monkeypatch.setattr(step, "platform", lambda: "tpu")
-    assert step.compiler_options() == {}
+    monkeypatch.setattr(compiling, "platform", lambda: "tpu")
+    assert compiling.compiler_options() == {}

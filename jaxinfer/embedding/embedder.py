@@ -22,6 +22,7 @@ import numpy as np
 from absl import logging
 
 from jaxinfer.admission import InvalidRequestError
+from jaxinfer.compiling import compile_program, compile_programs
 from jaxinfer.config import EngineConfig
 from jaxinfer.embedding.pooling import pool
 from jaxinfer.embedding.text_batches import Batch, Bucket, WaitingTexts, buckets_for, check_config
@@ -33,7 +34,6 @@ from jaxinfer.options import ConfigError
 from jaxinfer.request import FinishReason, Request
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.stats import EngineStats, StepStats
-from jaxinfer.step import compile_program, compile_programs
 from jaxinfer.tokenizer import Tokenizer
 
 NOTHING_SAMPLED = SamplingParams(max_tokens=0)

@@ -258,7 +258,8 @@ def head_logits(
 
 
 class Decoder(nnx.Module):
-    """Tokens of a ragged batch in, hidden states and the updated pages out."""
+    """Tokens of a ragged batch in, hidden states and the updated pages out. In three parts, for the
+    stages of a pipeline: `embedded`, `run`, `logits`."""
 
     def __init__(self, config: DecoderConfig, numerics: Numerics):
         self.config = config
@@ -274,12 +275,22 @@ class Decoder(nnx.Module):
         self, token_ids: Int[Array, " T"], batch: RaggedBatch, pages: Sequence[KVPages]
     ) -> tuple[Float[Array, "T D"], tuple[KVPages, ...]]:
         """Hidden states of every token; pages with the new keys and values."""
+        return self.run(self.embedded(token_ids, batch), batch, pages)
+
+    def embedded(self, token_ids: Int[Array, " T"], batch: RaggedBatch) -> Float[Array, "T D"]:
+        """What the first block takes."""
         embedded = self.embed(token_ids)
         if self.config.embedding_scale != 1:  # rounded first, as the reference does
             embedded = embedded * jnp.asarray(self.config.embedding_scale, embedded.dtype)
+        return embedded
+
+    def run(
+        self, hidden: Float[Array, "T D"], batch: RaggedBatch, pages: Sequence[KVPages]
+    ) -> tuple[Float[Array, "T D"], tuple[KVPages, ...]]:
+        """Hidden states after all blocks of those before them."""
         ropes = [self.config.layer(i).rope for i in range(self.config.num_layers)]
         angles = {rope: self._angles(rope, batch) for rope in dict.fromkeys(ropes)}
-        return run_blocks(self.blocks, embedded, [angles[rope] for rope in ropes], batch, pages)
+        return run_blocks(self.blocks, hidden, [angles[rope] for rope in ropes], batch, pages)
 
     def _angles(self, rope: Rope | None, batch: RaggedBatch):
         if rope is None:

@@ -39,6 +39,17 @@ class ParameterSpec:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def array_axes(self) -> tuple[str, ...]:
+        """The logical axis of each axis of the array: of dimensions that share one, the first."""
+        found, at = [], 0
+        for size in self.shape:
+            found.append(self.axes[at])
+            product, at = self.dims[at], at + 1
+            while product < size:
+                product, at = product * self.dims[at], at + 1
+        return tuple(found)
+
 
 class FunctionalModel:
     """A family's module for one config, as static structure; as a jit key it is its identity."""

@@ -140,7 +140,8 @@ class GptBlock(nnx.Module):
 
 
 class GptDecoder(nnx.Module):
-    """Tokens of a ragged batch in, hidden states and the updated pages out."""
+    """Tokens of a ragged batch in, hidden states and the updated pages out; in parts as `Decoder`
+    is."""
 
     def __init__(self, config: GptConfig, numerics: Numerics):
         self.config = config
@@ -160,17 +161,23 @@ class GptDecoder(nnx.Module):
         self, token_ids: Int[Array, " T"], batch: RaggedBatch, pages: Sequence[KVPages]
     ) -> tuple[Float[Array, "T D"], tuple[KVPages, ...]]:
         """Hidden states of every token; pages with the new keys and values."""
+        return self.run(self.embedded(token_ids, batch), batch, pages)
+
+    def embedded(self, token_ids: Int[Array, " T"], batch: RaggedBatch) -> Float[Array, "T D"]:
+        """What the first block takes."""
+        x = self.embed(token_ids)
+        if self.positions is not None:  # `Engine` lets no position past the table's end come here
+            x = x + self.positions[...][batch.positions + self.config.first_position]
+        return x
+
+    def run(
+        self, hidden: Float[Array, "T D"], batch: RaggedBatch, pages: Sequence[KVPages]
+    ) -> tuple[Float[Array, "T D"], tuple[KVPages, ...]]:
+        """Hidden states after all blocks of those before them."""
         rope, angles = self.config.rope, None
         if rope is not None:
             angles = tokenwise(self.numerics, rope.angles, batch.positions, batch.rope_len)
-        embedded = self._embedded(token_ids, batch.positions)
-        return run_blocks(self.blocks, embedded, [angles] * len(self.blocks), batch, pages)
-
-    def _embedded(self, token_ids, positions):
-        x = self.embed(token_ids)
-        if self.positions is not None:  # `Engine` lets no position past the table's end come here
-            x = x + self.positions[...][positions + self.config.first_position]
-        return x
+        return run_blocks(self.blocks, hidden, [angles] * len(self.blocks), batch, pages)
 
     def logits(self, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
         """Next-token logits, float32, of hidden states that `__call__` returned."""

@@ -13,9 +13,11 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxinfer.kernels.kv_pages import KVPages
-from jaxinfer.kernels.paged_attention.update import Rotary, update_and_attend
+from jaxinfer.kernels.paged_attention.update import Rotary
 from jaxinfer.kv_cache import RaggedBatch
+from jaxinfer.nn.cached_attention import attend_to_cache
 from jaxinfer.nn.layers import Linear, Numerics, RMSNorm, parameter
+from jaxinfer.sharding.collectives import own_part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,28 +86,28 @@ class Attention(nnx.Module):
         """Turn to positions (by no angles: not at all), store keys and values in their pages,
         attend over each row's pages."""
         config = self.config
-        return update_and_attend(
+        return attend_to_cache(
             q,
             k,
             v,
+            batch,
             pages,
-            batch.q_start,
-            batch.kv_len,
-            batch.page_table,
-            batch.write_page,
-            batch.write_cell,
+            self.numerics,
             rotary=angles,
             scale=config.head_dim**-0.5 if config.scale is None else config.scale,
             window=config.window,
             soft_cap=config.soft_cap,
             sinks=None if self.sinks is None else self.sinks[...].astype(jnp.float32),
-            alibi_slopes=jnp.asarray(alibi_slopes(config.num_heads)) if config.has_alibi else None,
-            batch_invariant=self.numerics.batch_invariant,
-            backend=self.numerics.attention_backend,
+            alibi_slopes=self._slopes() if config.has_alibi else None,
         )
 
     def project_out(self, out: Float[Array, "T N H"]) -> Float[Array, "T D"]:
         return self.o(out)
+
+    def _slopes(self) -> jax.Array:
+        """Of this device's heads."""
+        layout, slopes = self.numerics.layout, jnp.asarray(alibi_slopes(self.config.num_heads))
+        return own_part(slopes, layout.axes("heads"), layout.parts("heads"), dim=0)
 
     def _norm_of(self, heads: int, axis: str) -> RMSNorm | None:
         norm, H = self.config.qk_norm, self.config.head_dim

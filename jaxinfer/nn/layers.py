@@ -9,6 +9,7 @@ other tiles on a TPU, and be copied into that matrix at every step.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, Literal
@@ -31,6 +32,9 @@ from jaxinfer.nn.quantized import (
     gated_mlp_quantized,
     project_quantized,
 )
+from jaxinfer.sharding.collectives import all_sum, rank
+from jaxinfer.sharding.products import sum_of_products
+from jaxinfer.sharding.rules import ONE_DEVICE, Layout
 
 FLOAT32 = np.dtype(np.float32)
 Packs = Literal["matrix", "table"]
@@ -39,12 +43,14 @@ Packs = Literal["matrix", "table"]
 @dataclasses.dataclass(frozen=True)
 class Numerics:
     """How a model computes: the type of weights and activations, whether bits may depend on the
-    batch, and the attention backend where one is forced by name. Norms, softmax and logits are
-    float32 whatever `dtype` says."""
+    batch, the attention backend where one is forced by name, and how its arrays lie on a mesh: a
+    module built with a layout computes with one device's parts, inside `shard_map`. Norms, softmax
+    and logits are float32 whatever `dtype` says."""
 
     dtype: np.dtype[Any] = FLOAT32
     batch_invariant: bool = False
     attention_backend: str | None = None
+    layout: Layout = ONE_DEVICE
 
 
 def parameter(
@@ -55,14 +61,15 @@ def parameter(
     num_inputs: int | None = None,
     packs: Packs | None = None,
 ) -> nnx.Param:
-    """A parameter of zeros: models are built abstractly and filled by the loader.
+    """A parameter of zeros: models are built abstractly and filled by the loader. Of one that the
+    layout splits, this is one device's part, and `dims` too.
 
     With `num_inputs` it is stored as a matrix, the first so many of its `dims` by the others.
     `packs` says that a `QuantArray` [*E, inputs, outputs] may stand in the array's place, and how
     the array itself lies: "matrix" [*E, inputs, outputs], "table" [outputs, inputs].
     """
     assert len(dims) == len(axes), (dims, axes)
-    shape = dims
+    shape = dims = numerics.layout.local(dims, axes)
     if num_inputs is not None:
         shape = (math.prod(dims[:num_inputs]), math.prod(dims[num_inputs:]))
     return nnx.Param(jnp.zeros(shape, numerics.dtype), axes=axes, dims=dims, packs=packs)
@@ -128,7 +135,11 @@ def project(
 
 
 class Linear(nnx.Module):
-    """`x @ weight + bias`, `x [T, *inputs]` to `[T, *outputs]`; `dims` are inputs, then outputs."""
+    """`x @ weight + bias`, `x [T, *inputs]` to `[T, *outputs]`; `dims` are inputs, then outputs.
+
+    Where the layout splits inputs, every device's product is a part of a sum, which is made here:
+    of attention's last product and the MLP's, the two sums of a layer (Megatron-LM,
+    arXiv:1909.08053, section 3). What has split outputs stays split."""
 
     def __init__(
         self,
@@ -139,14 +150,19 @@ class Linear(nnx.Module):
         num_inputs: int = 1,
         has_bias: bool = False,
     ):
-        self.outputs = dims[num_inputs:]
+        layout = numerics.layout
+        self.layout = layout
+        self.outputs = layout.local(dims, axes)[num_inputs:]
+        self.summed_over = tuple(a for axis in axes[:num_inputs] for a in layout.axes(axis))
         self.weight = parameter(dims, axes, numerics, num_inputs=num_inputs, packs="matrix")
         bias = (dims[num_inputs:], axes[num_inputs:])
         self.bias = parameter(*bias, numerics) if has_bias else None
 
     def __call__(self, x: jax.Array, *, accumulate=None) -> jax.Array:
         T = x.shape[0]
-        out = project(x.reshape(T, -1), self.weight[...], accumulate=accumulate)
+        product = functools.partial(project, accumulate=accumulate)
+        x, weight = x.reshape(T, -1), self.weight[...]
+        out = sum_of_products(product, x, weight, self.layout, self.summed_over)
         out = out.reshape(T, *self.outputs)
         return out if self.bias is None else out + self.bias[...]
 
@@ -159,10 +175,21 @@ class RMSNorm(nnx.Module):
     ):
         self.eps = eps
         self.offset = offset
+        self.split_over = numerics.layout.axes(axis)
+        self.dim = dim
         self.weight = parameter((dim,), (axis,), numerics)
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        if self.split_over:
+            return self._of_parts(x)
         return self.after(x, None)[0]
+
+    def _of_parts(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        """Of vectors that the layout splits: the mean is over all parts."""
+        wide = x.astype(jnp.float32)
+        total = all_sum((wide * wide).sum(axis=-1, keepdims=True), self.split_over)
+        normed = wide * jax.lax.rsqrt(total / self.dim + self.eps)
+        return (normed * (self.offset + self.weight[...].astype(jnp.float32))).astype(x.dtype)
 
     def after(
         self, update: Float[Array, "T D"], residual: Float[Array, "T D"] | None
@@ -203,9 +230,21 @@ class Embedding(nnx.Module):
 
     def __init__(self, vocab_size: int, dim: int, numerics: Numerics):
         self.dtype = numerics.dtype
+        self.split_over = numerics.layout.axes("vocab")
         self.weight = parameter((vocab_size, dim), ("vocab", "model"), numerics, packs="table")
 
     def __call__(self, token_ids: jax.Array) -> jax.Array:
+        """Of a split table, each device looks up the tokens that it holds, and all are added."""
+        if not self.split_over:
+            return self._rows(token_ids)
+        weight = self.weight[...]
+        held = weight.num_columns if isinstance(weight, QuantArray) else weight.shape[0]
+        index = token_ids - rank(self.split_over) * jnp.int32(held)
+        is_held = (index >= 0) & (index < held)
+        rows = jnp.where(is_held[:, None], self._rows(jnp.where(is_held, index, 0)), 0)
+        return all_sum(rows, self.split_over)
+
+    def _rows(self, token_ids: jax.Array) -> jax.Array:
         weight = self.weight[...]
         if isinstance(weight, QuantArray):
             return dequantize(weight.columns(token_ids), self.dtype).T

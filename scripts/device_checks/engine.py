@@ -18,30 +18,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from compile_matrix import load_matrix
-from compile_steps import decoder_config
+from planner.models import from_table
 
-from jaxinfer import kv_cache, step
+from jaxinfer import compiling, kv_cache
 from jaxinfer.batch import build
 from jaxinfer.config import CacheConfig, EngineConfig, SchedulerConfig
 from jaxinfer.engine import Engine
 from jaxinfer.models.decoder import DecoderConfig
 from jaxinfer.models.functional import FunctionalModel, Weights
-from jaxinfer.models.llama import LLAMA
 from jaxinfer.numerics import numerics_for
 from jaxinfer.sampling_params import SamplingParams
 
 MODEL = "llama3_8b"
 TINY = {
+    "model_type": "llama",
     "vocab_size": 256,
-    "num_layers": 2,
-    "model_dim": 64,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "head_dim": 16,
-    "ffn_dim": 128,
-    "max_len": 256,
-    "rope_theta": 1e4,
-    "is_tied": False,
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 128,
+    "max_position_embeddings": 256,
 }
 PAGE_SIZE = 64
 CHUNK = 2048  # tokens of a prefill step
@@ -73,7 +70,8 @@ def bench_for(job: dict[str, Any]) -> Bench:
     shape = TINY if job["rehearse"] else load_matrix()["models"][MODEL]
     dtype: Any = "float32" if job["rehearse"] else "bfloat16"
     numerics = numerics_for(EngineConfig(dtype=dtype))
-    model = FunctionalModel(LLAMA, decoder_config(shape), numerics)
+    named = from_table(MODEL, shape)
+    model = FunctionalModel(named.family, named.config, numerics)
     return Bench(model, random_weights(model), job["rehearse"])
 
 
@@ -175,9 +173,9 @@ def decode(bench: Bench, rows: int, prompt_len: int) -> dict[str, Any]:
 
 def with_and_without_options(bench: Bench, rows: int, prompt_len: int) -> dict[str, Any]:
     """Seconds of a decode step of the device alone, compiled with the options that the engine gives
-    XLA (`step.COMPILER_OPTIONS`) and without them."""
+    XLA (`compiling.COMPILER_OPTIONS`) and without them."""
     done = _decoded(bench, rows, prompt_len)
-    options = step.compiler_options()
+    options = compiling.compiler_options()
     with_s, _ = _device_step(done)
     without_s, _ = _device_step(done, is_plain=True)
     return {"with_seconds": with_s, "without_seconds": without_s, "options": options}
