@@ -17,6 +17,7 @@ from jaxinfer.engine import Engine, Update
 from jaxinfer.llm import LLM, Completion, Output
 from jaxinfer.loading.checkpoint import CheckpointError
 from jaxinfer.options import ConfigError
+from jaxinfer.replicas import Replicas
 from jaxinfer.request import FinishReason, TokenLogprobs
 from jaxinfer.sampling_params import SamplingParams
 
@@ -34,6 +35,7 @@ __all__ = [
     "FinishReason",
     "InvalidRequestError",
     "Output",
+    "Replicas",
     "SamplingParams",
     "SchedulerConfig",
     "TokenLogprobs",

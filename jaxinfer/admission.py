@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from absl import logging
 
+from jaxinfer.models.functional import FunctionalModel
+from jaxinfer.options import ConfigError
 from jaxinfer.sampling_params import SamplingParams, SamplingParamsError
 from jaxinfer.tokenizer import Tokenizer
 
@@ -113,3 +116,41 @@ class Limits(NamedTuple):
                     )
                 sequences[ids] = None
         return tuple(sequences)
+
+
+def context_len(asked: int | None, model: FunctionalModel) -> int:
+    """Tokens of a context. `ConfigError` past the end of a table of positions; where positions are
+    computed, longer ones are possible, and a warning says what they are."""
+    most = model.config.max_len
+    if asked is not None and asked > most:
+        if getattr(model.config, "has_position_table", False):
+            raise ConfigError(
+                f"max_len is {asked}; this model has a table of {most} positions, and no more: "
+                "lower it or leave it out"
+            )
+        text = "max_len is %d, past the %d positions that the model was made for"
+        logging.warning(text, asked, most)
+    return asked or most
+
+
+def check_priority(priority: int, policy: str) -> None:
+    """Raises `InvalidRequestError` for one that the scheduler's policy does not know."""
+    if not isinstance(priority, int):
+        raise InvalidRequestError(
+            f"priority is {priority!r}; it must be a whole number", "priority"
+        )
+    if priority and policy != "priority":
+        raise InvalidRequestError(
+            f"priority is {priority}, which the policy {policy} does not "
+            "know; set scheduler.policy=priority",
+            "priority",
+        )
+
+
+def check_ids(request_ids: Iterable[str], in_use: Container[str]) -> None:
+    """Raises `InvalidRequestError` for one that is in use."""
+    for request_id in request_ids:
+        if request_id in in_use:
+            raise InvalidRequestError(
+                f"request id {request_id!r} is in use; choose another", "request_id"
+            )

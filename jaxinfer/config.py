@@ -23,6 +23,7 @@ from jaxinfer.options import (
     parse_overrides,
     range_problems,
 )
+from jaxinfer.sharding import zigzag
 from jaxinfer.sharding.mesh import AXES
 
 INVARIANT_BUCKET = 16  # whole tiles of the batch-invariant mode (kernels/paged_attention/api.py)
@@ -109,8 +110,18 @@ class EngineConfig:
                 f"min_bucket is {self.min_bucket}; it must be at most scheduler.max_tokens "
                 f"({budget})"
             )
+        if self.batch_invariant and getattr(self.mesh, "seq", 1) != 1:
+            problems.append(
+                f"batch_invariant is true and mesh.seq {self.mesh.seq}: sums over the parts of a "
+                "sequence are made in an order that depends on the step; set one of them alone"
+            )
         if problems:
             raise ConfigError("; ".join(problems))
+
+    @property
+    def max_running(self) -> int:
+        """Requests that run at once, over all replicas."""
+        return self.mesh.data * self.scheduler.max_rows
 
     @property
     def buckets(self) -> tuple[int, ...]:
@@ -118,6 +129,8 @@ class EngineConfig:
         # Batch invariance needs whole tiles: fewer tokens would take another path through XLA.
         unit = INVARIANT_BUCKET if self.batch_invariant else 1
         largest = -(-self.scheduler.max_tokens // unit) * unit
+        if self.mesh.pipe > 1 and self.mesh.seq > 1 and largest > zigzag.MAX_TOGETHER:
+            return (largest,)  # tokens between two stages lie as their own step split them
         sizes, size = [], -(-self.min_bucket // unit) * unit
         while size < largest:
             sizes.append(size)

@@ -10,19 +10,23 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from jaxinfer.kernels.dispatch import platform
 from jaxinfer.kernels.folding import LANES, rows_and_lanes
 from jaxinfer.kernels.kv_pages import KVPages, is_quantized
-from jaxinfer.kernels.paged_attention.api import token_rows
 from jaxinfer.options import ConfigError
+from jaxinfer.sharding.rules import ONE_DEVICE, Layout
+from jaxinfer.sharding.sequence import Rows, has_cached, part_of_pages, places
+from jaxinfer.sharding.zigzag import TokenSplit
 
 
 class RaggedBatch(NamedTuple):
     """R rows of one or more tokens each, laid one after another in T tokens.
 
-    Padding tokens stand behind `q_start[R]`; padding rows are empty (`kv_len` 0).
+    Padding tokens stand behind `q_start[R]`; padding rows are empty (`kv_len` 0). Where the layout
+    splits tokens (`sharding/zigzag.py`), fields of tokens are those of one device's; fields of rows
+    are whole.
     """
 
     positions: Int[Array, " T"]
@@ -30,8 +34,15 @@ class RaggedBatch(NamedTuple):
     q_start: Int[Array, " R1"]
     kv_len: Int[Array, " R"]  # cached tokens of the row, this step's included
     page_table: Int[Array, "R W"]
-    write_page: Int[Array, " T"]  # P or more: the token's keys and values are not stored
-    write_cell: Int[Array, " T"]
+    write_page: Int[Array, " T"]  # P or more: the token's keys and values are not stored (here)
+    write_cell: Int[Array, " T"]  # of the device's part of a page
+    write_from: Int[Array, " R"]  # positions before it are in shared pages already
+    has_cached: Bool[Array, ""]  # whether a row had tokens before this step
+    split: TokenSplit  # which of the step's tokens these are
+
+    @property
+    def rows(self) -> Rows:
+        return Rows(*(getattr(self, name) for name in Rows._fields))
 
 
 class CacheShape(NamedTuple):
@@ -47,6 +58,17 @@ class CacheShape(NamedTuple):
 def layout(page_size: int, head_dim: int) -> tuple[int, int]:
     """Rows and lanes of a page: B and H, but folded on a TPU whose lanes H would not fill."""
     return rows_and_lanes(page_size, head_dim) if platform() == "tpu" else (page_size, head_dim)
+
+
+def cells_of_part(page_size: int, layout: Layout) -> int:
+    """How many cells of a page one device has; `ConfigError` where they do not divide."""
+    parts = layout.parts("cell")
+    if page_size % parts:
+        raise ConfigError(
+            f"cache.page_size is {page_size}, which mesh.seq {parts} does not divide: each device "
+            f"has as many cells of a page; take a multiple of {parts}"
+        )
+    return page_size // parts
 
 
 def check_layout(page_size: int, dtype) -> None:
@@ -90,22 +112,20 @@ def ragged_batch(
     *,
     page_size: int,
     num_pages: int,
+    layout: Layout = ONE_DEVICE,
 ) -> RaggedBatch:
     """Derive the per-token fields. Tokens before position `write_from` of their row are read-only:
-    their keys and values are in a shared page already."""
-    row = token_rows(T, q_start)
-    is_real = row < kv_len.shape[0]
-    row = jnp.where(is_real, row, 0)
-    offset = jnp.arange(T, dtype=jnp.int32) - q_start[row + 1]  # negative: from the row's end
-    positions = jnp.where(is_real, kv_len[row] + offset, 0)
-    is_written = is_real & (positions >= write_from[row])
-    page = page_table[row, positions // page_size]
+    their keys and values are in a shared page already. By a `layout` that splits sequences it is
+    what one device needs, inside `shard_map`, and `page_size` what it has of a page."""
+    rows = Rows(q_start, kv_len, page_table, write_from, has_cached(q_start, kv_len, layout))
+    part = part_of_pages(layout)
+    split = TokenSplit.of(layout, T)
+    at = places(split.indices(), rows, part, cells=page_size, num_pages=num_pages)
     return RaggedBatch(
-        positions=positions,
-        rope_len=jnp.maximum(prompt_len[row], positions + 1),
-        q_start=q_start,
-        kv_len=kv_len,
-        page_table=page_table,
-        write_page=jnp.where(is_written, page, num_pages),
-        write_cell=positions % page_size,
+        positions=at.position,
+        rope_len=jnp.maximum(prompt_len[at.row], at.position + 1),
+        write_page=at.page,
+        write_cell=at.cell,
+        split=split,
+        **rows._asdict(),
     )

@@ -16,35 +16,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from absl import logging
 from jaxtyping import Float
 from tqdm import tqdm
 
-from jaxinfer import compilation_cache
 from jaxinfer.admission import InvalidRequestError
 from jaxinfer.config import EngineConfig
 from jaxinfer.embedding.embedder import Embedder
 from jaxinfer.embedding.sentences import Text, check_dimensions, encode_texts, finished
 from jaxinfer.engine import Engine
-from jaxinfer.loading import Checkpoint, open_checkpoint
-from jaxinfer.loading.assign import functional_model, load_weights
-from jaxinfer.loading.checkpoint import CheckpointError, GenerationDefaults
-from jaxinfer.loading.load_report import weights_line
-from jaxinfer.loading.quantize import quantize_weights
-from jaxinfer.loading.random import random_weights
-from jaxinfer.loading.sentence import sentence_options
-from jaxinfer.models.encoder import EncoderConfig
-from jaxinfer.models.functional import FunctionalModel, Weights
-from jaxinfer.numerics import keeps_packed, numerics_for
+from jaxinfer.hosts.peers import ALONE, Peers
+from jaxinfer.model_loading import NO_EMBEDDING, NO_GENERATION, load_model
+from jaxinfer.replicas import Replicas
 from jaxinfer.request import FinishReason, Request, TokenLogprobs
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]  # text, or token ids
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
-
-NO_GENERATION = "this model is an encoder, which embeds texts and does not generate; use embed()"
-NO_EMBEDDING = "this model generates and embeds nothing; load an encoder (BERT, RoBERTa, BGE, E5)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,129 +57,12 @@ class Output:
     prompt_logprobs: list[TokenLogprobs | None] | None
 
 
-def load_engine(
-    source: str | Path,
-    config: EngineConfig | None = None,
-    *,
-    show_progress: bool = True,
-    on_loaded: Callable[[Engine], None] = lambda engine: None,
-) -> tuple[Engine, GenerationDefaults]:
-    """`load_model` for a model that generates; an encoder is refused (`CheckpointError`)."""
-
-    def check(loaded: Engine | Embedder) -> None:
-        on_loaded(need_engine(loaded))
-
-    engine, generation = load_model(source, config, show_progress=show_progress, on_loaded=check)
-    return need_engine(engine), generation
-
-
-def need_engine(loaded: Engine | Embedder) -> Engine:
-    """For `on_loaded`: `CheckpointError` for an encoder, before its programs are compiled."""
-    if isinstance(loaded, Embedder):
-        raise CheckpointError(f"{loaded.name}: {NO_GENERATION}")
-    return loaded
-
-
-def about_weights(loaded: Engine | Embedder) -> str:
-    """For a plan: how many parameters, their bytes, and how many of them are quantized."""
-    return weights_line(loaded.model, loaded.weights)
-
-
-def need_embedder(loaded: Engine | Embedder) -> Embedder:
-    """For `on_loaded`: `CheckpointError` for a model that is no encoder."""
-    if not isinstance(loaded, Embedder):
-        raise CheckpointError(f"{loaded.name}: {NO_EMBEDDING}")
-    return loaded
-
-
-def load_model(
-    source: str | Path,
-    config: EngineConfig | None = None,
-    *,
-    show_progress: bool = True,
-    on_loaded: Callable[[Engine | Embedder], None] = lambda engine: None,
-) -> tuple[Engine | Embedder, GenerationDefaults]:
-    """Open a checkpoint, load it, compile its programs: an engine ready to serve, or an embedder
-    where the model is an encoder.
-
-    `source`: "demo", a .gguf file, a Hugging Face directory, a converted one, or a hub id; with
-    `load_format` "random" also a `config.json` alone. `on_loaded` gets it before its programs are
-    compiled, to show its plan. Raises `CheckpointError` or `ConfigError`, which name what is wrong
-    and the way out.
-    """
-    config = config or EngineConfig()
-    compilation_cache.enable()
-    is_random = config.load_format == "random"
-    checkpoint = open_checkpoint(source, needs_weights=not is_random)
-    tokenizer = _tokenizer_if_any(checkpoint) if is_random else checkpoint.tokenizer()
-    model = functional_model(checkpoint, numerics_for(config))
-    bar: dict[str, Any] = {"disable": not show_progress, "leave": False, "dynamic_ncols": True}
-    with tqdm(
-        total=model.num_bytes, desc="loading", unit="B", unit_scale=True, unit_divisor=1024, **bar
-    ) as loading:
-        if is_random:
-            weights = random_weights(model, config.seed, on_progress=loading.update)
-            if config.quantize is not None:
-                weights = quantize_weights(model, weights, config.quantize)
-        else:
-            weights = load_weights(
-                checkpoint,
-                model,
-                keep_packed=keeps_packed(config),
-                quantize=config.quantize,
-                on_progress=loading.update,
-            )
-    engine = _engine(checkpoint, model, weights, config, tokenizer)
-    on_loaded(engine)
-    if config.warm_up:
-        with tqdm(total=engine.num_programs, desc="compiling", **bar) as compiling:
-
-            def done(program: str) -> None:
-                compiling.set_postfix_str(program, refresh=False)
-                compiling.update()
-
-            engine.warm_up(done)
-    return engine, checkpoint.generation
-
-
-def _tokenizer_if_any(checkpoint: Checkpoint) -> Tokenizer | None:
-    """Where weights are random, text is not needed."""
-    try:
-        return checkpoint.tokenizer()
-    except CheckpointError as error:
-        logging.warning("prompts can be given as token ids alone: %s", error)
-        return None
-
-
-def _engine(
-    checkpoint: Checkpoint,
-    model: FunctionalModel,
-    weights: Weights,
-    config: EngineConfig,
-    tokenizer: Tokenizer | None,
-) -> Engine | Embedder:
-    if isinstance(model.config, EncoderConfig):
-        options = sentence_options(checkpoint)
-        return Embedder(model, weights, config, options, tokenizer=tokenizer, name=checkpoint.name)
-    eos_token_ids = checkpoint.generation.eos_token_ids or (
-        tokenizer.eos_token_ids if tokenizer is not None else ()
-    )
-    return Engine(
-        model,
-        weights,
-        config,
-        tokenizer=tokenizer,
-        eos_token_ids=eos_token_ids,
-        name=checkpoint.name,
-    )
-
-
 class LLM:
     """A loaded model with its engine; see the module's text.
 
-    `model` as for `load_model`. Prompts of one call run together, whatever their number; calls
-    must come from one thread at a time. An encoder has `embed` alone, any other model all but that:
-    what a model has not raises `InvalidRequestError`.
+    `model` and `peers` as for `load_model`. Prompts of one call run together, whatever their
+    number; calls must come from one thread at a time. An encoder has `embed` alone, any other model
+    all but that: what a model has not raises `InvalidRequestError`.
     """
 
     def __init__(
@@ -201,16 +72,17 @@ class LLM:
         *,
         show_progress: bool = True,
         on_loaded: Callable[[Any], None] = lambda engine: None,
+        peers: Peers = ALONE,
     ):
         self.show_progress = show_progress
         self._model, self.generation = load_model(
-            model, config, show_progress=show_progress, on_loaded=on_loaded
+            model, config, show_progress=show_progress, on_loaded=on_loaded, peers=peers
         )
         # New text by request id, for calls under way: streams may take turns.
         self._texts: dict[str, str] = {}
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> Engine | Replicas:
         if isinstance(self._model, Embedder):
             raise InvalidRequestError(NO_GENERATION)
         return self._model

@@ -63,13 +63,14 @@ def plan_pages(
     min_tokens: int,
     max_tokens: int,
     limit: int | None,
+    num_on_host: int = 1,
 ) -> MemoryPlan:
     """Decide the number of pages.
 
     Explicit `num_pages` or `memory_bytes` win; else, on a device with a `limit`, what is left of it
     after weights and temporaries, times (1 - a tenth held back for fragmentation); else
-    `memory_fraction` of the host's free memory. Never more than `max_tokens` can use (all rows at
-    full length). Raises `ConfigError` if not even `min_tokens` tokens (one short request) fit.
+    `memory_fraction` of the host's free memory, which `num_on_host` devices share. Never more than
+    `max_tokens` can use (all rows at full length). Raises `ConfigError` if not even `min_tokens` tokens (one short request) fit.
     """
     most = -(-max_tokens // cache.page_size)
     if cache.num_pages is not None:
@@ -82,7 +83,7 @@ def plan_pages(
         source = f"90 % of what weights and temporaries leave of {limit:,} bytes"
     else:
         free = free_host_bytes()
-        num_pages = min(most, int(free * cache.memory_fraction) // page_bytes)
+        num_pages = min(most, int(free * cache.memory_fraction / num_on_host) // page_bytes)
         source = f"{cache.memory_fraction:.0%} of the host's {free:,} free bytes"
     if num_pages * cache.page_size < min_tokens:
         raise ConfigError(

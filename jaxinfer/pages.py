@@ -17,7 +17,7 @@ from __future__ import annotations
 import array
 import hashlib
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 
@@ -113,20 +113,17 @@ class PagePool:
         """
         pages: list[int] = []
         keys: list[bytes] = []
-        if not self.prefix_cache:
-            return pages, keys
-        B, key = self.page_size, root
-        for start in range(0, len(token_ids) - B + 1, B):
-            page_ids = tuple(token_ids[start : start + B])
-            key = page_key(key, page_ids)
-            page = self._by_key.get(key)
-            if page is None or self._content[page].token_ids != page_ids:
-                break
+        for page, key in self._known(root, token_ids):
             self._references[page] += 1
             self._idle.pop(page, None)
             pages.append(page)
             keys.append(key)
         return pages, keys
+
+    def num_cached_prefix(self, root: bytes, token_ids: Sequence[int]) -> int:
+        """Tokens in the pages that `share` would give; nothing is taken, and none is used later
+        for it."""
+        return self.page_size * sum(1 for _ in self._known(root, token_ids))
 
     def register(self, page: int, key: bytes, token_ids: Sequence[int]) -> None:
         """Declare that an owned `page` is full and holds `token_ids` behind the prefix of `key`.
@@ -156,6 +153,19 @@ class PagePool:
         assert idle <= self._content.keys(), "a cached page without content"
         assert not free & self._content.keys(), "a free page with content"
         assert {c.key: page for page, c in self._content.items()} == self._by_key, "keys astray"
+
+    def _known(self, root: bytes, token_ids: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+        """The pages, with their keys, that hold the longest known prefix."""
+        if not self.prefix_cache:
+            return
+        B, key = self.page_size, root
+        for start in range(0, len(token_ids) - B + 1, B):
+            page_ids = tuple(token_ids[start : start + B])
+            key = page_key(key, page_ids)
+            page = self._by_key.get(key)
+            if page is None or self._content[page].token_ids != page_ids:
+                return
+            yield page, key
 
     def _forget(self, page: int) -> None:
         del self._by_key[self._content.pop(page).key]

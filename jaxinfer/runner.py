@@ -22,6 +22,8 @@ from jaxinfer import engine_state, kv_cache, step
 from jaxinfer.batch import StepShape, build, packed_size
 from jaxinfer.compiling import compile_program, compile_programs
 from jaxinfer.config import EngineConfig
+from jaxinfer.hosts.facts import agreed_plan
+from jaxinfer.hosts.messages import Op
 from jaxinfer.kernels.dispatch import platform
 from jaxinfer.kernels.paged_attention.api import INVARIANT_TILE
 from jaxinfer.memory import MemoryPlan, device_limit, plan_pages
@@ -37,11 +39,15 @@ class Runner:
 
     `stages` holds what each stage of a pipeline works on since the last `dispatch`: the plan that
     entered then, the one before it, ... (None: nothing). Without a pipeline that is one plan.
+
+    On many hosts each has a runner. Process 0 announces the calls `run_...` and `reset_state` to
+    `peers`, with all that they are given, and the others make them too (`hosts.follow`).
     """
 
     def __init__(self, model: ShardedModel, weights: Weights, config: EngineConfig, max_len: int):
         assert not config.batch_invariant or all(b % INVARIANT_TILE == 0 for b in config.buckets)
         self.model = model
+        self.peers = model.peers
         self.weights = weights
         self.config = config
         self.max_len = max_len
@@ -64,8 +70,8 @@ class Runner:
             sample_tile=CPU_SAMPLE_TILE if on_cpu else None,
         )
         kv_cache.check_layout(self.program.page_size, self.cache_dtype)
-        self.memory = self._plan_memory()
-        self.reset_state()
+        self.memory = agreed_plan(self._plan_memory(), model, config, max_len)
+        self._make_state()
         self.table_width = self.program.sizes.table_width
 
     @property
@@ -103,6 +109,10 @@ class Runner:
 
     def reset_state(self) -> None:
         """A fresh state: an interrupted step may have taken the old one with it."""
+        with self.peers.call(Op.RESET, 0):
+            self._make_state()
+
+    def _make_state(self) -> None:
         self.state: Any = None  # first, so that both need not fit
         make = engine_state.initial_parts if self.model.mesh is None else step.initial_state
         self.state = make(program=self.program, num_pages=self.memory.num_pages)
@@ -121,18 +131,33 @@ class Runner:
         most = max(p.num_tokens if p is not None else 1 for p in self.stages)
         shape = self.shape_for(most)
         packed = build(plan, shape, self.num_slots)
-        name = f"step[{shape.num_tokens}]"
-        program = self._program(name, partial(self._lower_step, self.state, shape))
-        self.state, output = program(self.weights, self.state, packed)
-        return self.stages[-1], output
+        return self.stages[-1], self.run_step(shape.num_tokens, packed)
 
     def admit(self, admission: step.Admission, extras: step.SlotExtras | None) -> None:
         """Write a request into its slot, ahead of the step that first runs it."""
-        program = self._program("admit", self._lower_admit)
-        self.state = program(self.state, admission.pack(self.table_width))
+        self.run_admit(admission.pack(self.table_width))
         if extras is not None:
+            self.run_extras(admission.slot, *extras)
+
+    def run_step(self, bucket: int, packed: np.ndarray) -> step.StepOutput:
+        """The program of a bucket, on a plan as `batch.build` packs it."""
+        with self.peers.call(Op.STEP, bucket, packed):
+            lower = partial(self._lower_step, self.state, self.shape_for(bucket))
+            program = self._program(f"step[{bucket}]", lower)
+            self.state, output = program(self.weights, self.state, packed)
+        return output
+
+    def run_admit(self, packed: np.ndarray) -> None:
+        """The program that writes a packed `Admission`."""
+        with self.peers.call(Op.ADMIT, 0, packed):
+            program = self._program("admit", self._lower_admit)
+            self.state = program(self.state, packed)
+
+    def run_extras(self, slot: int, *extras: np.ndarray) -> None:
+        """The program that writes the arrays of a `SlotExtras`."""
+        with self.peers.call(Op.EXTRAS, slot, *extras):
             program = self._program("admit_extras", self._lower_extras)
-            self.state = program(self.state, np.int32(admission.slot), extras)
+            self.state = program(self.state, np.int32(slot), step.SlotExtras(*extras))
 
     def _program(self, name: str, lower: Callable[[], Any]) -> Any:
         """The compiled program of that name; compiled now, with a warning, if warm-up missed it."""
@@ -176,6 +201,7 @@ class Runner:
             min_tokens=2,
             max_tokens=self.num_slots * self.max_len,
             limit=limit,
+            num_on_host=self.config.mesh.num_devices,
         )
 
     def _temporary_bytes(self) -> int:

@@ -125,10 +125,10 @@ def _top_p_threshold(x, weights, candidates, by_k, top_p, vocab_axes):
     values, candidate_weights = candidates
     V, num_candidates = vocab_size(x, vocab_axes), values.shape[1]
     kept = jnp.where(x >= by_k[:, None], weights, 0.0)
-    candidate_weights = jnp.where(values >= by_k[:, None], candidate_weights, 0.0)
     target = _scale(_mass(kept, vocab_axes), _fraction_bits(top_p))
     is_on = top_p < 1.0
 
+    # Weights that top_k cuts are among these: smaller than all it keeps, they add to none of those.
     def is_cut(index):  # the index-th candidate: its larger ones hold the share already
         value = jnp.take_along_axis(values, index[:, None].astype(jnp.int32), axis=1)
         return ~_less(_mass(jnp.where(values > value, candidate_weights, 0.0)), target)

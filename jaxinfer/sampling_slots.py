@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int32
 
+from jaxinfer.request import Request
 from jaxinfer.sampling_params import (
     MAX_BAD_WORD_LEN,
     MAX_BAD_WORDS,
@@ -146,6 +147,24 @@ def features(
 def _held_back(params: SamplingParams, eos_token_ids: Iterable[int]) -> set[int]:
     """Tokens that would end the request; end-of-text is no such token under `ignore_eos`."""
     return set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids))
+
+
+def pack(
+    request: Request, eos_token_ids: Iterable[int], vocab_size: int
+) -> tuple[np.ndarray, np.ndarray, SlotExtras | None]:
+    """What admission writes for a request; see `pack_scalars` and `pack_extras`."""
+    about: dict[str, Any] = {"eos_token_ids": eos_token_ids, "bad_word_ids": request.bad_word_ids}
+    ints, floats = pack_scalars(
+        request.params, seed=request.seed, prompt_len=request.prompt_len, **about
+    )
+    extras = pack_extras(
+        request.params,
+        prompt_token_ids=request.prompt_token_ids,
+        output_token_ids=request.output_token_ids,
+        vocab_size=vocab_size,
+        **about,
+    )
+    return ints, floats, extras
 
 
 def pack_scalars(

@@ -22,6 +22,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.config import EngineConfig, MeshConfig
+from jaxinfer.hosts.facts import check_mesh
+from jaxinfer.hosts.peers import ALONE, Peers
 from jaxinfer.kv_cache import CacheShape
 from jaxinfer.loading.splitting import Unpackable, place_whole
 from jaxinfer.loading.targets import targets_of
@@ -55,12 +57,18 @@ def layout_of(mesh: MeshConfig) -> Layout:
 
 
 class ShardedModel:
-    """`model` by `layout` over `mesh`. Raises `MeshError` for a model that does not divide so."""
+    """`model` by `layout` over `mesh`, whose devices `peers` have among them. Raises `MeshError`
+    for a model that does not divide so."""
 
     def __init__(
-        self, model: FunctionalModel, layout: Layout = ONE_DEVICE, mesh: Mesh | None = None
+        self,
+        model: FunctionalModel,
+        layout: Layout = ONE_DEVICE,
+        mesh: Mesh | None = None,
+        peers: Peers = ALONE,
     ):
         self.model = model
+        self.peers = peers
         self.layout = layout
         self.mesh = mesh
         self.num_stages = layout.size("pipe")
@@ -203,21 +211,26 @@ class ShardedModel:
                 )
 
 
-def sharded_for(model: FunctionalModel, config: EngineConfig) -> ShardedModel:
+def sharded_for(model: FunctionalModel, config: EngineConfig, peers: Peers = ALONE) -> ShardedModel:
     """`model` as `config.mesh` says, over this process's devices; `ConfigError` where that does not
     fit them or it, or asks for replicas: those are several engines (`jaxinfer.replicas`)."""
     if config.mesh.data > 1:
         raise ConfigError(f"mesh.data is {config.mesh.data}: an engine is one replica of them")
-    return sharded_replicas(model, config)[0]
+    return sharded_replicas(model, config, peers)[0]
 
 
-def sharded_replicas(model: FunctionalModel, config: EngineConfig) -> list[ShardedModel]:
-    """`model` for each of `config.mesh.data` engines, on devices of its own."""
+def sharded_replicas(
+    model: FunctionalModel, config: EngineConfig, peers: Peers = ALONE
+) -> list[ShardedModel]:
+    """`model` for each of `config.mesh.data` engines, on devices of its own; over many hosts there
+    is one, on all devices."""
+    check_mesh(config, peers)
     try:
         layout = layout_of(config.mesh)
         if config.mesh.num_devices == 1:
             return [ShardedModel(model, layout)]
-        return [ShardedModel(model, layout, mesh) for mesh in device_groups(config.mesh.sizes)]
+        meshes = device_groups(config.mesh.sizes)
+        return [ShardedModel(model, layout, mesh, peers) for mesh in meshes]
     except MeshError as error:
         raise ConfigError(str(error)) from error
 

@@ -72,6 +72,49 @@ def write_pages(
     return pages.at[page, :, cell].set(new.astype(pages.dtype), mode="drop")
 
 
+class StoredTokens(NamedTuple):
+    """Keys and values of T tokens as pages store them."""
+
+    k: Shaped[Array, "T K H"]
+    v: Shaped[Array, "T K H"] | None
+    k_scales: Float[Array, "T K"] | None
+    v_scales: Float[Array, "T K"] | None
+
+
+def as_stored(
+    pages: KVPages, k: Float[Array, "T K H"], v: Float[Array, "T K H"] | None
+) -> StoredTokens:
+    """In the pages' type, quantized where they are. No values for pages without."""
+    store = lambda x, pages: quantize_heads(x, pages.dtype)
+    if not is_quantized(pages.k.dtype):
+        store = lambda x, pages: (x.astype(pages.dtype), None)
+    k, k_scales = store(k, pages.k)
+    if pages.v is None:
+        return StoredTokens(k, None, k_scales, None)
+    v, v_scales = store(v, pages.v)
+    return StoredTokens(k, v, k_scales, v_scales)
+
+
+def write_stored(
+    pages: KVPages, tokens: StoredTokens, page: Int[Array, " T"], cell: Int[Array, " T"]
+) -> KVPages:
+    """Put each of `tokens` at `cell[t]` of `page[t]` (`write_pages`)."""
+    place = scale_cell(cell, pages.k.shape[2], fold_of(pages.k.shape[3], tokens.k.shape[2]))
+
+    def put(stored, new):
+        return None if stored is None else write_pages(stored, new, page, cell)
+
+    def put_scales(scales, new):
+        return None if scales is None else scales.at[page, :, place].set(new, mode="drop")
+
+    return KVPages(
+        put(pages.k, tokens.k),
+        put(pages.v, tokens.v),
+        put_scales(pages.k_scales, tokens.k_scales),
+        put_scales(pages.v_scales, tokens.v_scales),
+    )
+
+
 def write(
     pages: KVPages,
     k: Float[Array, "T K H"],
@@ -79,22 +122,9 @@ def write(
     page: Int[Array, " T"],
     cell: Int[Array, " T"],
 ) -> KVPages:
-    """Store a step's keys and values, each at `cell[t]` of `page[t]` (`write_pages`), quantized
-    where the pages are. No values for pages without."""
-    place = scale_cell(cell, pages.k.shape[2], fold_of(pages.k.shape[3], k.shape[2]))
-
-    def store(stored, scales, new):
-        if scales is None:
-            return write_pages(stored, new, page, cell), None
-        values, scale = quantize_heads(new, stored.dtype)
-        scales = scales.at[page, :, place].set(scale, mode="drop")
-        return write_pages(stored, values, page, cell), scales
-
-    new_k, k_scales = store(pages.k, pages.k_scales, k)
-    if pages.v is None:
-        return KVPages(new_k, None, k_scales)
-    new_v, v_scales = store(pages.v, pages.v_scales, v)
-    return KVPages(new_k, new_v, k_scales, v_scales)
+    """Store a step's keys and values, each at `cell[t]` of `page[t]`, quantized where the pages
+    are."""
+    return write_stored(pages, as_stored(pages, k, v), page, cell)
 
 
 def dequantized(

@@ -50,6 +50,7 @@ from bench_report import Measure, OtherLoad, machine, print_table
 from jaxinfer import LLM, load_config
 from jaxinfer.host import calm_collector
 from jaxinfer.loading.demo import demo_model_path
+from jaxinfer.replicas import replicas_of
 
 # The least ratio (or the most, for "at most") that a case has to reach, by dtype.
 TARGETS = {
@@ -78,7 +79,7 @@ class Bench:
     ):
         self.dtype, self.repeats, self.threads = dtype, repeats, threads
         self.settings = [f"dtype={dtype}", *settings]
-        self.engine = LLM(model, load_config(preset, self.settings)).engine
+        [self.engine] = replicas_of(LLM(model, load_config(preset, self.settings)).engine)
         self.vocab_size = self.engine.model.config.vocab_size
         self.peer: Any = None
         if peer == "transformers":

@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from compile_collectives import collectives
 from compile_matrix import Target
 from compile_target import Chip
-from compile_text import Resources, collectives, launches, mosaic_vmem, parse, ptxas_resources
+from compile_text import Resources, launches, mosaic_vmem, parse, ptxas_resources
 from kernel_calls import call_of, record_launches, split_options
 from kernel_cases import Case
 

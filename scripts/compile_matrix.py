@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -26,22 +27,65 @@ STEP_SECONDS = 300
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A chip to compile for; the file of its name in `scripts/targets` says where values are from.
+    """Chips to compile for; the file of their name in `scripts/targets` says where values are from.
 
-    `memory_bytes` is one device's; `usable_share` what a runtime hands out of it.
+    `memory_bytes` and rates are one device's; `usable_share` what a runtime hands out of the
+    memory. `shape`: chips along the axes of a TPU's slice, hosts and GPUs a host, or CPU devices;
+    None: one device alone.
     """
 
-    name: str
-    platform: str  # "tpu" or "gpu"
-    topology: str
+    name: str  # "v5e", or with its topology "v5e:4x4"
+    platform: str  # "tpu", "gpu" or "cpu"
+    topology: str  # as the platform's compiler names it
     memory_bytes: int
     usable_share: float
+    memory_rate: float  # bytes/s
+    link_rate: float  # bytes/s one way: a TPU's link, a GPU's links together
+    flops: Mapping[str, float]  # number type -> dense products' FLOP/s
+    network_rate: float | None = None  # bytes/s one way between hosts
+    devices_per_chip: int = 1
+    shape: tuple[int, ...] | None = None
     compute_capability: int | None = None  # GPUs: 80 for 8.0
     target_config: str | None = None  # GPUs: XLA's GpuTargetConfigProto as text
 
     @property
     def limit_bytes(self) -> int:
         return int(self.memory_bytes * self.usable_share)
+
+    @property
+    def chip(self) -> str:
+        """The name without the topology."""
+        return self.name.partition(":")[0]
+
+    @property
+    def num_devices(self) -> int:
+        return 1 if self.shape is None else math.prod(self.shape) * self.devices_per_chip
+
+    def at(self, topology: str) -> Target:
+        """These chips in a topology: "4x4" or "2x2x1" of a TPU, "8" or "2x8" (hosts x GPUs) of
+        GPUs; "1" is one device alone. `ValueError` says what would do."""
+        wanted = r"\d+(x\d+)*"
+        shape = tuple(map(int, topology.split("x"))) if re.fullmatch(wanted, topology) else (0,)
+        name = f"{self.chip}:{topology}"
+        if min(shape) < 1:
+            raise ValueError(f"target {name}: a topology is like {self._example()}")
+        if math.prod(shape) == 1:
+            return dataclasses.replace(self, name=name)
+        if self.platform == "gpu" and len(shape) <= 2:
+            shape = (1,) * (2 - len(shape)) + shape
+            compiler_name = "x".join(map(str, (1, *shape)))  # slices x hosts x GPUs
+        elif self.platform == "tpu" and len(shape) == self._example().count("x") + 1:
+            compiler_name = name
+        elif self.platform == "cpu" and len(shape) == 1:
+            compiler_name = topology
+        else:
+            raise ValueError(f"target {name}: a topology is like {self._example()}")
+        return dataclasses.replace(self, name=name, topology=compiler_name, shape=shape)
+
+    def _example(self) -> str:
+        return {"gpu": "8 or 2x8 (hosts x GPUs)", "cpu": "8"}.get(
+            self.platform, self.topology.partition(":")[2]
+        )
 
     def runs(self, backend: str) -> bool:
         """Whether a backend of that name is for this chip; one for no chip in particular is."""
@@ -53,21 +97,21 @@ class Target:
         """A number of `target_config`, as `core_count`."""
         found = re.search(rf"\b{field}: ([0-9.]+)", self.target_config or "")
         if found is None:
-            raise ValueError(f"targets/{self.name}.toml has no {field}")
+            raise ValueError(f"targets/{self.chip}.toml has no {field}")
         return float(found.group(1))
 
     @property
     def device_kind(self) -> str:
         """A GPU's name as its driver has it."""
         found = re.search(r'device_description_str: "([^"]*)"', self.target_config or "")
-        return found.group(1) if found else self.name
+        return found.group(1) if found else self.chip
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
     """One row of the table: a kernel's case, a preset's step or a structure's, on a target."""
 
-    target: str
+    target: str  # with its topology where that matters, as "v5e:4x4"
     kind: str  # "kernel", "step" or "structure"
     name: str  # of the operator, the preset or the structure
     values: dict[str, Any]  # kernel: backend, case; step: model, is_whole; structure: nothing
@@ -92,7 +136,13 @@ def target_names() -> list[str]:
 
 
 def load_target(name: str) -> Target:
-    return Target(name, **tomllib.loads((TARGETS / f"{name}.toml").read_text(encoding="utf-8")))
+    """By the name of a chip, with or without a topology: "v5e", "v5e:4x4". `ValueError` for one
+    that is not there."""
+    chip, colon, topology = name.partition(":")
+    if chip not in target_names():
+        raise ValueError(f"no target {chip!r}; there are {', '.join(target_names())}")
+    target = Target(chip, **tomllib.loads((TARGETS / f"{chip}.toml").read_text(encoding="utf-8")))
+    return target.at(topology) if colon else target
 
 
 def load_matrix(path: Path = MATRIX) -> dict[str, Any]:
@@ -105,8 +155,12 @@ def load_matrix(path: Path = MATRIX) -> dict[str, Any]:
 
     for name, preset in matrix["presets"].items():
         known("model", [preset["model"]], f"presets.{name}", matrix["models"])
-        known("target", preset["targets"], f"presets.{name}", target_names())
         known("target of its own", preset["whole"], f"presets.{name}", preset["targets"])
+        for target in preset["targets"]:
+            try:
+                load_target(target)
+            except ValueError as error:
+                problems.append(f"presets.{name}: {error}")
     if problems:
         raise ValueError(f"{path.name}: " + "; ".join(problems))
     return matrix
@@ -133,7 +187,8 @@ def jobs_for(
     presets: Sequence[str],
     structures: Sequence[str] = (),
 ) -> list[Job]:
-    """All that is asked of those targets, target by target; steps, the slow ones, first.
+    """All that is asked of those chips, one after another; steps, the slow ones, first, those of
+    its topologies among them.
 
     `cases`: operator -> name -> `kernel_cases.Case`.
     """
@@ -142,9 +197,10 @@ def jobs_for(
         target = load_target(name)
         for preset in presets:
             entry = matrix["presets"][preset]
-            if name in entry["targets"]:
-                values = {"model": entry["model"], "is_whole": name in entry["whole"]}
-                jobs.append(Job(name, "step", preset, values))
+            for place in entry["targets"]:
+                if place.partition(":")[0] == name:
+                    values = {"model": entry["model"], "is_whole": place in entry["whole"]}
+                    jobs.append(Job(place, "step", preset, values))
         if name in STRUCTURE_TARGETS:
             jobs += [Job(name, "structure", structure, {}) for structure in structures]
         jobs += [

@@ -43,11 +43,11 @@ def problems(row: Row, budgets: Budgets) -> list[str]:
             found.append("has no recorded launches a layer; run with --record_budgets")
         else:
             found += [
-                f"{name} a layer: {count:g}, recorded {budget[name]:g}"
+                f"{name} a layer: {count:g}, recorded {budget.get(name, 0):g}"
                 for name, count in row["per_layer"].items()
-                if count > budget[name]
+                if count > budget.get(name, 0)
             ]
-    return found
+    return found + row.get("collective_problems", [])
 
 
 def gib(num_bytes: float) -> str:
@@ -79,8 +79,7 @@ def step_columns(job: Job, row: Row) -> list[str]:
     memory, layer = row["memory"], row["per_layer"]
     parts = [gib(memory[name]) for name in ("weights", "pages", "temporaries")]
     crossing = ", ".join(
-        f"{kind} {c['count']} ({c['bytes'] / 2**20:.1f} MiB)"
-        for kind, c in row["collectives"].items()
+        f"{kind} {c['count']:g}" for kind, c in row["collectives_per_layer"].items()
     )
     return [
         *head,
@@ -116,7 +115,7 @@ def _launches(straight: float, loops: float, in_loops: float) -> str:
 
 KERNEL_HEAD = ["target", "kernel", "case", "compiled", "launches", "takes", "spills"]
 STEP_HEAD = ["target", "preset", "compiled", "weights", "pages", "temporaries", "GiB in all"]
-STEP_HEAD += ["fits", "tokens cached", "launches a layer", "collectives"]
+STEP_HEAD += ["fits", "tokens cached", "launches a layer", "collectives a layer"]
 STRUCTURE_HEAD = ["target", "structure", "compiled", "layers", "launches", "temporaries"]
 
 

@@ -3,119 +3,136 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from compile_collectives import collectives, layer_problems, per_layer
 from compile_target import Chip, Compiled
-from compile_text import collectives, first_reason, launches, layer_kernels, parse
+from compile_text import first_reason, launches, layer_kernels, parse
+from compile_weights import abstract_weights
+from planner.models import Named
 
 from jaxinfer import kv_cache, step
 from jaxinfer.batch import StepShape, packed_size
-from jaxinfer.config import EngineConfig, load_config
+from jaxinfer.compiling import compiler_options
+from jaxinfer.config import EngineConfig, MeshConfig, load_config
+from jaxinfer.engine_state import Program, StateSizes
 from jaxinfer.memory import MemoryPlan, plan_pages
-from jaxinfer.models.decoder import DecoderConfig, LayerConfig
 from jaxinfer.models.functional import FunctionalModel
-from jaxinfer.models.llama import LLAMA
 from jaxinfer.nn.layers import Numerics
-from jaxinfer.nn.rope import Rope
+from jaxinfer.sharded_model import ShardedModel, layout_of
+from jaxinfer.sharding.mesh import device_groups
 
-# Two depths whose difference is layers alone: what a step does once drops out.
+# Two depths, of every stage, whose difference is layers alone: what a step does once drops out.
 SHALLOW, DEEP = 2, 4
 FEW_PAGES = 64
 VIEWS = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "copy", "stop_gradient")
 SHOWN_LAYER = 1  # neither the first nor the last of either
 
 
-def decoder_config(model: dict[str, Any]) -> DecoderConfig:
-    """From a table of `[models]` in the matrix."""
-    values = dict(model)
-    rope = Rope(values.pop("rope_theta"), values["head_dim"])
-    layer = LayerConfig(rope, values.pop("ffn_dim"))
-    return DecoderConfig(layers=(layer,), **values)
-
-
 class StepProgram:
-    """The step of one model under one preset, with abstract weights and state."""
+    """The step of one model under one config on all devices of a chip's topology, with abstract
+    weights and state. Raises `MeshError` for a mesh that does not match the devices or the model.
 
-    def __init__(self, chip: Chip, model: DecoderConfig, config: EngineConfig):
-        self.chip = chip
+    With replicas (`mesh.data`) it is the step of the first. Bytes are one device's.
+    """
+
+    def __init__(self, chip: Chip, model: Named, config: EngineConfig):
         self.config = config
+        self.named = model
+        self.num_layers = model.config.num_layers
         numerics = Numerics(
             jnp.dtype(config.dtype), config.batch_invariant, config.attention_backend
         )
-        self.num_layers = model.num_layers
-        self.model = FunctionalModel(LLAMA, model, numerics)
-        self.max_len = min(model.max_len, config.max_len or model.max_len)
-        self.page_bytes = kv_cache.page_bytes(
-            model.cache, page_size=config.cache.page_size, dtype=self.cache_dtype
-        )
+        layout = layout_of(config.mesh)
+        mesh = device_groups(config.mesh.sizes, chip.devices)[0]
+        self.chip = chip.over(mesh) if layout.num_devices > 1 else chip
+        whole = FunctionalModel(model.family, model.config, numerics)
+        self.model = ShardedModel(whole, layout, self.chip.mesh)
+        self.max_len = min(model.config.max_len, config.max_len or model.config.max_len)
+        self.weights = abstract_weights(self.chip, self.model, config.quantize)
+        self.weight_bytes = sum(map(bytes_on_a_device, jax.tree.leaves(self.weights)))
+        with self.chip.in_use():
+            self.program = self._program()
+            self.page_bytes = kv_cache.page_bytes(
+                self.model.cache, page_size=self.program.page_size, dtype=self.cache_dtype
+            )
+
+    def with_layers(self, per_stage: int) -> StepProgram:
+        """The same with so many layers a stage."""
+        num_layers = min(per_stage * self.model.num_stages, self.num_layers)
+        return StepProgram(self.chip, self.named.with_layers(num_layers), self.config)
 
     @property
     def cache_dtype(self) -> Any:
         name = self.config.cache.dtype
-        return self.model.numerics.dtype if name == "model" else jnp.dtype(name)
+        return self.model.model.numerics.dtype if name == "model" else jnp.dtype(name)
+
+    def shape(self, bucket: int) -> StepShape:
+        rows, page_size = self.config.scheduler.max_rows, self.config.cache.page_size
+        return StepShape.of_bucket(bucket, rows, page_size)
+
+    def _program(self) -> Program:
+        sizes = StateSizes(
+            self.config.cache.page_size,
+            self.config.scheduler.max_rows,
+            self.max_len,
+            self.cache_dtype,
+            self.shape(self.config.buckets[-1]),
+        )
+        return Program(self.model, self.weights, sizes=sizes)
 
     def _call(self, bucket: int, num_pages: int) -> tuple[Any, dict[str, Any]]:
         """Abstract arguments and static ones of the step of `bucket` tokens."""
-        rows, page_size = self.config.scheduler.max_rows, self.config.cache.page_size
         with self.chip.in_use():
-            state = jax.eval_shape(
-                lambda: step.initial_state(
-                    self.model,
-                    num_pages=num_pages,
-                    page_size=page_size,
-                    num_slots=rows,
-                    max_len=self.max_len,
-                    cache_dtype=self.cache_dtype,
-                )
-            )
-        shape = StepShape.of_bucket(bucket, rows, page_size)
-        packed = jax.ShapeDtypeStruct((packed_size(shape),), jnp.int32)
-        weights = tuple(jax.ShapeDtypeStruct(p.shape, p.dtype) for p in self.model.parameters)
-        static = {
-            "program": step.Program(self.model, page_size=page_size, sample_tile=None),
-            "shape": shape,
-        }
-        return (weights, state, packed), static
+            state = self.program.abstract_state(num_pages)
+        if self.chip.mesh is None:
+            state = self.chip.abstract(state)
+        shape = self.shape(bucket)
+        packed = self.chip.abstract(jax.ShapeDtypeStruct((packed_size(shape),), jnp.int32))
+        return (self.weights, state, packed), {"program": self.program, "shape": shape}
 
     def compile(self, bucket: int, num_pages: int) -> Compiled:
         """The step of `bucket` tokens over a pool of `num_pages`."""
         arguments, static = self._call(bucket, num_pages)
-        arguments = self.chip.abstract(arguments)
-        return self.chip.compile(step.step, *arguments, options=step.compiler_options, **static)
+        return self.chip.compile(step.step, *arguments, options=compiler_options, **static)
 
     def num_operators(self, bucket: int) -> int:
         """Operators in the step as it is written, in plain JAX: launches, if each were one."""
-        arguments, static = self._call(bucket, FEW_PAGES)  # not for the chip: no kernels of its own
-        return _num_operators(step.step.trace(*arguments, **static).jaxpr.jaxpr)
+        arguments, static = self._call(bucket, FEW_PAGES)
+        bare = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)  # not the chip's: no kernels of its
+        return _num_operators(step.step.trace(*jax.tree.map(bare, arguments), **static).jaxpr.jaxpr)
 
 
-def check_step(chip: Chip, preset: str, model: dict[str, Any], *, is_whole: bool) -> dict[str, Any]:
+def bytes_on_a_device(leaf: jax.ShapeDtypeStruct) -> int:
+    assert leaf.sharding is not None
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+
+def check_step(chip: Chip, preset: str, model: Named, *, is_whole: bool) -> dict[str, Any]:
     """Compile a preset's largest step, and in part its decode step; what they take and launch.
 
     A few layers tell the temporaries of the largest step (they do not grow with depth: layers take
     turns in the same memory), and pages get what is left of the target's memory
     (`memory.plan_pages`). With `is_whole` the whole model's largest step is then compiled with all
     those pages: the compiler itself says whether it fits. Of the decode step, one token a row, a
-    few layers are compiled, which tell the launches a layer.
+    few layers are compiled, which tell the launches and the collectives a layer.
     """
     config = load_config(preset)
     if config.dtype == "auto":
         raise ValueError(f"configs/{preset}.toml: state dtype, so that it is the same everywhere")
-    shapes = decoder_config(model)
-    whole = StepProgram(chip, shapes, config)
-    decode_bucket = min(b for b in config.buckets if b >= config.scheduler.max_rows)
-
-    found = launches_per_layer(chip, shapes, config, decode_bucket)
-    part = StepProgram(chip, dataclasses.replace(shapes, num_layers=DEEP), config)
+    whole = StepProgram(chip, model, config)
+    found = launches_per_layer(whole)
+    part = whole.with_layers(DEEP)
     probe = part.compile(config.buckets[-1], 1)
-    others = _others(part, probe.memory(), whole.num_layers)
-    plan = _plan(whole, others)
+    others = others_of(part, probe.memory(), whole)
+    plan = plan_of(whole, others)
     found |= {"num_pages": plan.num_pages, "tokens_cached": plan.num_tokens}
-    taken = {"arguments": whole.model.num_bytes + plan.num_pages * whole.page_bytes, **others}
+    taken = {"arguments": whole.weight_bytes + plan.num_pages * whole.page_bytes, **others}
     taken["arguments"] += taken.pop("other_state")
-    compiled, of_layers = probe, f"{DEEP} layers"
+    compiled, of_layers = probe, f"{part.num_layers} layers"
     if is_whole:
         try:
             compiled = whole.compile(config.buckets[-1], plan.num_pages)
@@ -129,7 +146,7 @@ def check_step(chip: Chip, preset: str, model: dict[str, Any], *, is_whole: bool
         "cpu_seconds": found["cpu_seconds"] + compiled.cpu_seconds
         + (extra.cpu_seconds if extra else 0),
         "compiled": of_layers,
-        "memory": _memory(whole, plan, taken),
+        "memory": memory_of(whole, plan, taken),
         "launches": dataclasses.asdict(launches(module)),
         "collectives": collectives(module),
     }  # fmt: skip
@@ -147,55 +164,71 @@ def _num_operators(jaxpr: Any) -> int:
     return count
 
 
-def operators_per_layer(chip: Chip, model: DecoderConfig, config: EngineConfig, bucket: int) -> int:
-    """What one more layer adds to the operators of the step, all of them in plain JAX: the launches
-    of a layer of which nothing is fused, to hold beside `launches_per_layer`."""
-    plain = dataclasses.replace(config, attention_backend="reference")
-    counts = [
-        StepProgram(chip, dataclasses.replace(model, num_layers=depth), plain).num_operators(bucket)
-        for depth in (SHALLOW, SHALLOW + 1)
-    ]
+def operators_per_layer(whole: StepProgram, bucket: int) -> int:
+    """What one more layer adds to the operators of the step on one device, all of them in plain
+    JAX: the launches of a layer of which nothing is fused, to hold beside `launches_per_layer`."""
+    plain = dataclasses.replace(
+        whole.config, attention_backend="reference", mesh=MeshConfig(), quantize=None
+    )
+    chip = whole.chip.alone()
+    one = StepProgram(chip, whole.named, plain)
+    counts = [one.with_layers(depth).num_operators(bucket) for depth in (SHALLOW, SHALLOW + 1)]
     return counts[1] - counts[0]
 
 
-def launches_per_layer(
-    chip: Chip, model: DecoderConfig, config: EngineConfig, bucket: int
-) -> dict[str, Any]:
-    """What one more layer adds to the step of `bucket` tokens, and the kernels of one layer."""
+def launches_per_layer(whole: StepProgram) -> dict[str, Any]:
+    """What one more layer adds to the decode step of a device, and the kernels of one layer."""
+    config = whole.config
+    rows = -(-config.scheduler.max_rows // whole.model.num_stages)
+    bucket = min(b for b in config.buckets if b >= rows)
     modules, seconds, cpu_seconds = [], 0.0, 0.0
     for depth in (SHALLOW, DEEP):
-        program = StepProgram(chip, dataclasses.replace(model, num_layers=depth), config)
-        compiled = program.compile(bucket, FEW_PAGES)
+        compiled = whole.with_layers(depth).compile(bucket, FEW_PAGES)
         modules.append(parse(compiled.text))
         seconds += compiled.seconds
         cpu_seconds += compiled.cpu_seconds
     shallow, deep = (launches(module).counts for module in modules)
     names = ("launches", "loops", "launches_in_loops")
     added = [(b - a) / (DEEP - SHALLOW) for a, b in zip(shallow, deep, strict=True)]
+    crossing = per_layer(modules[0], modules[1], DEEP - SHALLOW)
+    counts: dict[str, float] = dict(zip(names, added, strict=True))
+    counts["collectives"] = sum(kind["count"] for kind in crossing.values())
     return {
         "seconds": seconds,
         "cpu_seconds": cpu_seconds,
-        "per_layer": dict(zip(names, added, strict=True)),
-        "operators_per_layer": operators_per_layer(chip, model, config, bucket),
+        "per_layer": counts,
+        "collectives_per_layer": crossing,
+        "collective_problems": _collective_problems(whole, crossing),
+        "operators_per_layer": operators_per_layer(whole, bucket),
         "layer_kernels": layer_kernels(modules[1], SHOWN_LAYER),
     }
 
 
-def _others(part: StepProgram, memory: dict[str, int], num_layers: int) -> dict[str, int]:
+def _collective_problems(whole: StepProgram, crossing: dict[str, Any]) -> list[str]:
+    """Of a layer without experts whose heads are split and whose tokens are not: anything but two
+    sums. What others need beside is in their budgets."""
+    layout = whole.model.layout
+    is_split = layout.parts("heads") > 1 and layout.size("seq") == 1
+    has_experts = any("experts" in spec.axes for spec in whole.model.parameters)
+    return layer_problems(crossing) if is_split and not has_experts else []
+
+
+def others_of(part: StepProgram, memory: dict[str, int], whole: StepProgram) -> dict[str, int]:
     """What a step takes beside weights and pages, from its first layers; code grows with depth."""
     return {
-        "other_state": memory["arguments"] - part.model.num_bytes - part.page_bytes,
+        "other_state": memory["arguments"] - part.weight_bytes - part.page_bytes,
         "results": memory["results"],
         "temporaries": memory["temporaries"],
-        "code": memory["code"] * num_layers // part.num_layers,
+        "code": memory["code"] * whole.num_layers // part.num_layers,
     }
 
 
-def _plan(whole: StepProgram, others: dict[str, int]) -> MemoryPlan:
+def plan_of(whole: StepProgram, others: dict[str, int]) -> MemoryPlan:
+    """How many pages fit; `ConfigError` where not one request does."""
     cache, rows = whole.config.cache, whole.config.scheduler.max_rows
     return plan_pages(
         cache,
-        weight_bytes=whole.model.num_bytes,
+        weight_bytes=whole.weight_bytes,
         temporary_bytes=sum(others.values()),
         page_bytes=whole.page_bytes,
         min_tokens=2,
@@ -204,14 +237,14 @@ def _plan(whole: StepProgram, others: dict[str, int]) -> MemoryPlan:
     )
 
 
-def _memory(whole: StepProgram, plan: MemoryPlan, parts: dict[str, int]) -> dict[str, Any]:
-    """Bytes of the largest step, with all pages."""
+def memory_of(whole: StepProgram, plan: MemoryPlan, parts: dict[str, int]) -> dict[str, Any]:
+    """Bytes of the largest step on one device, with all pages."""
     total, limit = sum(parts.values()), whole.chip.target.limit_bytes
     pages = plan.num_pages * whole.page_bytes
     return {
-        "weights": whole.model.num_bytes,
+        "weights": whole.weight_bytes,
         "pages": pages,
-        "other_state": parts["arguments"] - whole.model.num_bytes - pages,
+        "other_state": parts["arguments"] - whole.weight_bytes - pages,
         "results": parts["results"],
         "temporaries": parts["temporaries"],
         "code": parts["code"],

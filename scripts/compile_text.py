@@ -1,4 +1,4 @@
-"""What a compiler's texts say: kernels launched, loops, collectives, memory on the chip, spills.
+"""What a compiler's texts say: kernels launched, loops, memory on the chip, spills.
 
 An XLA module's text (`compiled.as_text()`) is a list of computations of instructions; the entry
 computation runs from top to bottom. A *launch* is an instruction that starts work on the device: a
@@ -37,15 +37,6 @@ FREE_CALLS = (  # custom calls that start nothing
     "Sharding",
 )
 KERNELS_OF_ANY_SIZE = ("fusion", "custom-call", "copy")  # counted for scalars too
-COLLECTIVES = (
-    "all-gather",
-    "all-reduce",
-    "all-to-all",
-    "collective-broadcast",
-    "collective-permute",
-    "ragged-all-to-all",
-    "reduce-scatter",
-)
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
 
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
@@ -57,6 +48,7 @@ _BRANCHES = re.compile(
     r"\bbranch_computations=\{([^}]*)\}|\b(?:true|false)_computation=%?([\w.\-]+)"
 )
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_DEVICES = re.compile(r"^HloModule .*?\b(num_partitions|replica_count)=(\d+)", re.MULTILINE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,10 +85,12 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A compiled program: its computations by name, and the one it starts with."""
+    """A compiled program: its computations by name, the one it starts with, and how many devices
+    it runs on."""
 
     entry: str
     computations: dict[str, list[Instruction]]
+    num_devices: int = 1
 
     def instructions(self) -> Iterator[Instruction]:
         for computation in self.computations.values():
@@ -135,7 +129,8 @@ def parse(text: str) -> Module:
                 current.append(Instruction(found.group(1), opcode.group(1), type_text, rest))
     if not entry:
         raise ValueError("no ENTRY computation in the text; is it an XLA module's?")
-    return Module(entry, computations)
+    num_devices = _DEVICES.search(text)
+    return Module(entry, computations, int(num_devices.group(2)) if num_devices else 1)
 
 
 def _split_type(text: str) -> tuple[str, str]:
@@ -165,8 +160,8 @@ def _of_instruction(module: Module, instruction: Instruction) -> Launches:
     if opcode == "while":
         body = launches(module, instruction.called("body"))
         body += launches(module, instruction.called("condition"))
-        if trips := _TRIPS.search(instruction.rest):
-            return Launches(int(trips.group(1)) * body.straight, body.loops, body.in_loops)
+        if (turns := trip_count(instruction)) is not None:
+            return Launches(turns * body.straight, body.loops, body.in_loops)
         return Launches(0, 1 + body.loops, body.straight + body.in_loops)
     if opcode == "conditional":
         branches = [launches(module, name) for name in instruction.branches]
@@ -175,6 +170,12 @@ def _of_instruction(module: Module, instruction: Instruction) -> Launches:
         name = instruction.called("to_apply") or instruction.called("calls")
         return launches(module, name) if name else Launches()
     return Launches(straight=1) if _is_launch(instruction) else Launches()
+
+
+def trip_count(loop: Instruction) -> int | None:
+    """How often a `while` turns, where the compiler knows."""
+    known = _TRIPS.search(loop.rest)
+    return int(known.group(1)) if known else None
 
 
 def _is_launch(instruction: Instruction) -> bool:
@@ -227,24 +228,6 @@ def array_bytes(type_text: str) -> list[int]:
         count = math.prod(int(d) for d in dims.split(",") if d)
         sizes.append(-(-count * bits // 8))
     return sizes
-
-
-def collectives(module: Module) -> dict[str, dict[str, int]]:
-    """By kind: how many there are in the text, and the bytes of their results on one device. One in
-    a loop's body counts once."""
-    found: dict[str, dict[str, int]] = {}
-    for instruction in module.instructions():
-        kind = instruction.opcode.removesuffix("-start")
-        if kind not in COLLECTIVES:
-            continue
-        sizes = array_bytes(instruction.type)
-        is_pair = instruction.opcode in ("all-gather-start", "collective-permute-start")
-        if is_pair and instruction.type.startswith("("):  # (operand, result, counters...)
-            sizes = sizes[1:2]
-        entry = found.setdefault(kind, {"count": 0, "bytes": 0})
-        entry["count"] += 1
-        entry["bytes"] += sum(sizes)
-    return found
 
 
 def mosaic_vmem(module: Module) -> list[int]:

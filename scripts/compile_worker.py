@@ -27,6 +27,7 @@ from compile_structures import check_structure
 from compile_target import Chip
 from compile_text import first_reason, xla_spills
 from fed_child import serve
+from planner.models import from_table
 
 
 class Worker:
@@ -46,7 +47,8 @@ class Worker:
         """What a job found."""
         chip = self.chip(job.target)
         if job.kind == "step":
-            model = self.matrix["models"][job.values["model"]]
+            name = job.values["model"]
+            model = from_table(name, self.matrix["models"][name])
             return check_step(chip, job.name, model, is_whole=job.values["is_whole"])
         if job.kind == "structure":
             return check_structure(chip, self.matrix["structures"][job.name])

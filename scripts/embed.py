@@ -22,7 +22,7 @@ from absl import app, flags, logging
 from jaxinfer import LLM, CheckpointError, ConfigError, InvalidRequestError, load_config
 from jaxinfer.embedding.embedder import Embedder
 from jaxinfer.embedding.sentences import encode_texts
-from jaxinfer.llm import about_weights, need_embedder
+from jaxinfer.model_loading import about_weights, need_embedder
 
 FLAGS = flags.FLAGS
 _MODEL = flags.DEFINE_string(

@@ -9,6 +9,7 @@ then the field's own. `--config=PRESET` and `--set key.path=value` reach every e
 plan, progress and figures go to stderr, so that with `--format=jsonl` stdout holds one JSON object
 a prompt and nothing else: prompt, prompt_token_ids, token_ids, text, finish_reason. A prompt that
 is refused gets `error` in place of the last three, the others run, and the exit status is 1.
+On several hosts each runs this script, with the flags of `host_flags.py`; process 0 prints.
 """
 
 from __future__ import annotations
@@ -24,19 +25,21 @@ from pathlib import Path
 from typing import Any
 
 from absl import app, flags, logging
+from host_flags import follow_process_0, joined
 
 from jaxinfer import (
     LLM,
     CheckpointError,
     Completion,
-    ConfigError,
     Engine,
-    InvalidRequestError,
     Output,
+    Replicas,
     SamplingParams,
     load_config,
 )
-from jaxinfer.llm import about_weights, need_engine
+from jaxinfer.hosts import HostsError, Peers
+from jaxinfer.model_loading import about_weights, need_engine
+from jaxinfer.replicas import replicas_of
 
 FLAGS = flags.FLAGS
 _MODEL = flags.DEFINE_string(
@@ -129,15 +132,18 @@ def read_prompts(path: str) -> list[str]:
     return prompts
 
 
-def print_plan(engine: Engine) -> None:
+def print_plan(engine: Engine | Replicas) -> None:
     """What will run, before its programs are compiled."""
-    model, memory, config = engine.model, engine.runner.memory, engine.config
+    replicas = replicas_of(engine)
+    model, memory, config = engine.model, replicas[0].runner.memory, engine.config
+    each = f" in each of {len(replicas)} replicas" if len(replicas) > 1 else ""
     lines = {
         "model": f"{engine.name} ({model.family.name}), computed as {model.numerics.dtype.name}",
         "weights": about_weights(engine),
         "cache": f"{memory.num_pages:,} pages of {memory.page_size} tokens = "
-        f"{memory.num_tokens:,} tokens, {memory.cache_bytes / 2**20:,.0f} MiB ({memory.source})",
-        "context": f"{engine.max_len:,} tokens; up to {config.scheduler.max_rows} requests at once",
+        f"{memory.num_tokens:,} tokens, {memory.cache_bytes / 2**20:,.0f} MiB{each} "
+        f"({memory.source})",
+        "context": f"{engine.max_len:,} tokens; up to {config.max_running} requests at once",
         "step": f"at most {config.scheduler.max_tokens} tokens, compiled for "
         + ", ".join(map(str, config.buckets)),
     }
@@ -264,7 +270,7 @@ def encode(llm: LLM, prompt: str) -> list[int]:
     return llm.tokenizer.encode(prompt)
 
 
-def run() -> int:
+def run(peers: Peers) -> int:
     chosen = [_PROMPT.value is not None, bool(_PROMPTS_FILE.value), _CHAT.value]
     if sum(chosen) != 1:
         raise ValueError("give one of --prompt, --prompts_file and --chat")
@@ -281,12 +287,15 @@ def run() -> int:
     if _LOAD_FORMAT.value is not None:
         overrides.append(f"load_format={_LOAD_FORMAT.value}")
     config = load_config(_CONFIG.value, overrides)
-    llm = LLM(_MODEL.value, config, on_loaded=lambda loaded: print_plan(need_engine(loaded)))
+    if not peers.is_leader:
+        return follow_process_0(_MODEL.value, config, peers)
+    show = lambda loaded: print_plan(need_engine(loaded))
+    llm = LLM(_MODEL.value, config, on_loaded=show, peers=peers)
     params = llm.default_params(**changes)
-    runner = llm.engine.runner
+    compile_s = sum(replica.runner.compile_seconds for replica in replicas_of(llm.engine))
     print(
-        f"{'programs':>9}  {runner.num_compiled} compiled or read from the cache in "
-        f"{runner.compile_seconds:.1f} s\n",
+        f"{'programs':>9}  {llm.engine.stats.num_compiled} compiled or read from the cache in "
+        f"{compile_s:.1f} s\n",
         file=sys.stderr,
     )
     if _CHAT.value:
@@ -304,13 +313,14 @@ def main(argv: list[str]) -> int:
     if not FLAGS["verbosity"].present:
         logging.set_verbosity(logging.WARNING)  # jax reports each platform it does not find
     try:
-        return run()
+        with joined() as peers:
+            return run(peers)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # whoever read our output has left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (CheckpointError, ConfigError, InvalidRequestError, OSError, ValueError) as error:
+    except (CheckpointError, HostsError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 

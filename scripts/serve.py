@@ -12,6 +12,8 @@ null for a door that is off; the log goes to stderr, one JSON object a request.
 SIGTERM or Ctrl-C: nothing new is taken, what is under way finishes, exit code 0; again: stop now,
 143 or 130. Exit code 2: the options, the checkpoint or a port are of no use, and stderr says why;
 70: the engine is lost, and a supervisor should start another process.
+
+On several hosts each runs this script, with the flags of `host_flags.py`; process 0 has the doors.
 """
 
 from __future__ import annotations
@@ -21,8 +23,10 @@ import json
 import sys
 
 from absl import app, flags, logging
+from host_flags import follow_process_0, joined
 
 from jaxinfer import CheckpointError, ConfigError
+from jaxinfer.hosts import HostsError, Peers
 
 FLAGS = flags.FLAGS
 _MODEL = flags.DEFINE_string(
@@ -63,7 +67,7 @@ def overrides() -> list[str]:
     return chosen
 
 
-def run() -> int:
+def run(peers: Peers) -> int:
     try:
         from jaxinfer.serving import process
         from jaxinfer.serving.config import load_configs
@@ -74,7 +78,9 @@ def run() -> int:
         raise ConfigError(text) from error
     faulthandler.enable()  # a crash inside XLA shows where it was
     engine_config, config = load_configs(_CONFIG.value, overrides())
-    return process.serve(_MODEL.value, engine_config, config)
+    if not peers.is_leader:
+        return follow_process_0(_MODEL.value, engine_config, peers)
+    return process.serve(_MODEL.value, engine_config, config, peers)
 
 
 def main(argv: list[str]) -> int:
@@ -83,8 +89,9 @@ def main(argv: list[str]) -> int:
     if not FLAGS["verbosity"].present:
         logging.set_verbosity(logging.WARNING)  # jax reports each platform it does not find
     try:
-        return run()
-    except (CheckpointError, ConfigError, OSError) as error:
+        with joined() as peers:
+            return run(peers)
+    except (CheckpointError, ConfigError, HostsError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 

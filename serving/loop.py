@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 from absl import logging
 
-from jaxinfer import Embedder, Engine, InvalidRequestError
+from jaxinfer import Embedder, Engine, InvalidRequestError, Replicas
 from jaxinfer.engine import Update
 from jaxinfer.request import Request, TokenLogprobs
 from jaxinfer.serving.config import LimitsConfig
@@ -61,7 +61,7 @@ class EngineLoop:
 
     def __init__(
         self,
-        engine: Engine | Embedder,
+        engine: Engine | Replicas | Embedder,
         limits: LimitsConfig | None = None,
         *,
         observers: tuple[Observer, ...] = (),

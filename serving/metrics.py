@@ -38,7 +38,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.process_collector import ProcessCollector
 
-from jaxinfer import FinishReason
+from jaxinfer import FinishReason, Replicas
 from jaxinfer.serving.errors import ErrorKind
 from jaxinfer.serving.generation import Delta
 from jaxinfer.serving.health import Health, State
@@ -144,6 +144,8 @@ class Metrics:
         if self._loop is not None:
             yield from _engine_gauges(self._loop.stats)
             yield from _engine_counters(self._loop.stats)
+            if isinstance(self._loop.engine, Replicas):
+                yield from _replica_gauges(self._loop.engine)
             num_streams = self._loop.num_streams
             yield _gauge("requests_under_way", "Requests taken and not ended", num_streams)
 
@@ -238,6 +240,15 @@ def _engine_gauges(stats: EngineStats) -> Iterator[Metric]:
     owned, cached = stats.num_owned_pages, stats.num_cached_pages
     pages = {"free": stats.num_pages - owned - cached, "cached": cached, "owned": owned}
     yield _gauge_by("state", "pages", "Pages of the KV cache", pages)
+
+
+def _replica_gauges(engine: Replicas) -> Iterator[Metric]:
+    """Read beside the engine's thread: each figure is one number, as it is at the moment."""
+    by_number = {str(number): replica for number, replica in enumerate(engine.engines)}
+    requests = {number: replica.num_requests for number, replica in by_number.items()}
+    pages = {number: replica.pool.num_owned for number, replica in by_number.items()}
+    yield _gauge_by("replica", "replica_requests", "Samples that a replica has", requests)
+    yield _gauge_by("replica", "replica_pages_owned", "Pages in use of a replica", pages)
 
 
 def _engine_counters(stats: EngineStats) -> Iterator[Metric]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
-from jaxinfer import Embedder, Engine
+from jaxinfer import Embedder, Engine, Replicas
 from jaxinfer.serving.config import LimitsConfig
 from jaxinfer.serving.errors import ErrorKind, ServiceError
 
@@ -13,11 +13,13 @@ from jaxinfer.serving.errors import ErrorKind, ServiceError
 class Places:
     """`num_taken` of `most`."""
 
-    def __init__(self, engine: Engine | Embedder, limits: LimitsConfig):
+    def __init__(self, engine: Engine | Replicas | Embedder, limits: LimitsConfig):
         is_encoder = isinstance(engine, Embedder)
         self._limit = "max_waiting_texts" if is_encoder else "max_waiting"
         self._what, self._field = ("texts", "input") if is_encoder else ("samples", "n")
-        self.most = engine.config.scheduler.max_rows + getattr(limits, self._limit)
+        has_replicas = engine.config.mesh.data > 1
+        self._rows = "mesh.data * scheduler.max_rows" if has_replicas else "scheduler.max_rows"
+        self.most = engine.config.max_running + getattr(limits, self._limit)
         self.num_taken = 0
 
     def check(self, number: int) -> None:
@@ -32,7 +34,7 @@ class Places:
             raise ServiceError(
                 ErrorKind.OVERLOADED,
                 f"{self.num_taken} {self._what} are under way, of {self.most} that may be "
-                f"(scheduler.max_rows + serving.limits.{self._limit}), and {number} more were "
+                f"({self._rows} + serving.limits.{self._limit}), and {number} more were "
                 "asked for; try again later",
                 retry_after_s=1.0,
             )

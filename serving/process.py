@@ -12,7 +12,8 @@ to stdout: the addresses. Everything else goes to stderr.
 * 0: SIGTERM or SIGINT; what was under way has finished, or was cut after `serving.drain_s`. While
   the model is still loading there is nothing to finish, and the end is at once.
 * 128 + signal (130, 143): a second signal; what was under way is lost.
-* 70: the engine is lost (its thread died, or a step did not return in `serving.watchdog_s`).
+* 70: the engine is lost (its thread died, a step did not return in `serving.watchdog_s`, or one of
+  the other processes that the model runs on is lost).
   Requests under way end with that reason, new ones are refused, the stacks of all threads are on
   stderr, and the process ends within `LAST_RESORT_S`, even where the event loop is stuck.
 """
@@ -32,10 +33,12 @@ from typing import Any, NoReturn, TypeVar
 
 from absl import logging
 
-from jaxinfer import ConfigError, Embedder, Engine, EngineConfig
+from jaxinfer import ConfigError, Embedder, Engine, EngineConfig, Replicas
 from jaxinfer.host import calm_collector, compute_behind_serving
-from jaxinfer.llm import about_weights, load_model
+from jaxinfer.hosts import ALONE, Peers
 from jaxinfer.loading.checkpoint import GenerationDefaults
+from jaxinfer.model_loading import about_weights, load_model
+from jaxinfer.replicas import replicas_of
 from jaxinfer.serving.auth import ApiKeys
 from jaxinfer.serving.config import ServingConfig
 from jaxinfer.serving.errors import ErrorKind, ServiceError
@@ -59,19 +62,25 @@ STOP_S = 10.0  # for the engine's thread to end, once nothing is under way
 LAST_RESORT_S = 8.0  # from a death to the end of the process, whatever hangs
 
 
-def serve(model: str, engine_config: EngineConfig, config: ServingConfig) -> int:
-    """Serve until a signal or a death; the exit code. For the main thread, once a process.
+def serve(
+    model: str, engine_config: EngineConfig, config: ServingConfig, peers: Peers = ALONE
+) -> int:
+    """Serve until a signal or a death; the exit code. For the main thread, once a process, of
+    `peers` for process 0.
 
     Raises `ConfigError`, `CheckpointError` or `OSError`, which name what is wrong and the way out.
     After a death, and on a second signal, it does not return: the process ends.
     """
-    server = _Server(model, engine_config, config)
+    server = _Server(model, engine_config, config, peers)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(server.run())
 
 
 class _Server:
-    def __init__(self, model: str, engine_config: EngineConfig, config: ServingConfig):
+    def __init__(
+        self, model: str, engine_config: EngineConfig, config: ServingConfig, peers: Peers
+    ):
+        self._peers = peers
         self._model = model
         self._engine_config = engine_config
         self._config = config
@@ -95,6 +104,7 @@ class _Server:
 
     async def run(self) -> int:
         self._events = asyncio.get_running_loop()
+        self._peers.on_lost(self._on_lost)
         for number in (signal.SIGTERM, signal.SIGINT):
             self._events.add_signal_handler(number, self._on_signal, number)
         try:
@@ -118,15 +128,18 @@ class _Server:
         if config.grpc_port is not None:  # gRPC listens later, in its own way; can it?
             check_port(config.host, config.grpc_port, "serving.grpc_port")
 
-    def _load(self) -> tuple[Engine | Embedder, GenerationDefaults]:
+    def _load(self) -> tuple[Engine | Replicas | Embedder, GenerationDefaults]:
         return load_model(
             self._model,
             self._engine_config,
             show_progress=sys.stderr.isatty(),
             on_loaded=lambda engine: _say(_plan(engine)),
+            peers=self._peers,
         )
 
-    async def _open(self, engine: Engine | Embedder, generation: GenerationDefaults) -> None:
+    async def _open(
+        self, engine: Engine | Replicas | Embedder, generation: GenerationDefaults
+    ) -> None:
         """From a warm engine to doors that take requests."""
         config = self._config
         write_request_log(sys.stderr)
@@ -190,6 +203,16 @@ class _Server:
         _dump_stacks(reason)
         self._end_at_last()
         with contextlib.suppress(RuntimeError):  # the event loop is closed: the end is near
+            self._events.call_soon_threadsafe(self._mourn, reason)
+
+    def _on_lost(self, reason: str) -> None:
+        """In the thread that watches the other processes: a step may wait for a lost one for good,
+        so that its requests are ended from here."""
+        _say(reason)
+        if self._health.state is State.STARTING:
+            _leave(EXIT_DEAD)
+        self._end_at_last()
+        with contextlib.suppress(RuntimeError):
             self._events.call_soon_threadsafe(self._mourn, reason)
 
     def _die(self, reason: str) -> None:
@@ -292,7 +315,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
-def _plan(engine: Engine | Embedder) -> str:
+def _plan(engine: Engine | Replicas | Embedder) -> str:
     model = engine.model
     about = f"{engine.name}: {about_weights(engine)}; computed as {model.numerics.dtype.name}"
     if isinstance(engine, Embedder):
@@ -300,11 +323,13 @@ def _plan(engine: Engine | Embedder) -> str:
             f"{about}, vectors of {engine.dim} numbers, texts of up to {engine.max_len} tokens, "
             f"{engine.num_programs} programs; compiling"
         )
-    memory = engine.runner.memory
+    replicas = replicas_of(engine)
+    memory = replicas[0].runner.memory
+    each = f" in each of {len(replicas)} replicas" if len(replicas) > 1 else ""
     return (
         f"{about}, {memory.num_pages:,} pages of {memory.page_size} "
-        f"tokens ({memory.cache_bytes / 2**20:,.0f} MiB), up to "
-        f"{engine.config.scheduler.max_rows} requests at once; compiling"
+        f"tokens ({memory.cache_bytes / 2**20:,.0f} MiB){each}, up to "
+        f"{engine.config.max_running} requests at once; compiling"
     )
 
 

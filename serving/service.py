@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from jaxinfer import Embedder, Engine, InvalidRequestError, SamplingParams
+from jaxinfer import Embedder, Engine, InvalidRequestError, Replicas, SamplingParams
 from jaxinfer.embedding.embedder import NOTHING_SAMPLED
 from jaxinfer.embedding.sentences import check_dimensions, encode_text, finished, prompt_of
-from jaxinfer.llm import NO_EMBEDDING, NO_GENERATION
 from jaxinfer.loading.checkpoint import GenerationDefaults
+from jaxinfer.model_loading import NO_EMBEDDING, NO_GENERATION
 from jaxinfer.sampling_params import SamplingParamsError
 from jaxinfer.serving.errors import ErrorKind, ServiceError
 from jaxinfer.serving.generation import (
@@ -55,7 +55,7 @@ class Service:
 
     def __init__(
         self,
-        engine: Engine | Embedder,
+        engine: Engine | Replicas | Embedder,
         loop: EngineLoop,
         *,
         generation: GenerationDefaults | None = None,
@@ -260,7 +260,7 @@ def _request_of(request: EmbeddingRequest, index: int) -> GenerationRequest:
     )
 
 
-def _model_info(engine: Engine | Embedder, name: str | None) -> ModelInfo:
+def _model_info(engine: Engine | Replicas | Embedder, name: str | None) -> ModelInfo:
     config = engine.model.config
     return ModelInfo(
         name=name or engine.name or "model",

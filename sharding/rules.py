@@ -39,6 +39,8 @@ RULES: Mapping[str, tuple[str, ...]] = {
 }
 
 
+# What every device may as well hold whole, and compute all of, at the price of memory and time.
+CAN_BE_WHOLE = ("vocab", "heads", "kv_heads", "ffn", "experts", "expert_ffn")
 ALL_REDUCES = ("exact", "int8")
 
 
@@ -54,9 +56,9 @@ class Layout:
     overlaps: bool = False  # in parts, each on its way while the next one is made
 
     def __post_init__(self):
-        if unknown := sorted(self.whole - RULES.keys()):
+        if unknown := sorted(self.whole - set(CAN_BE_WHOLE)):
             raise MeshError(
-                f"mesh.whole names {', '.join(unknown)}; there are {', '.join(sorted(RULES))}"
+                f"mesh.whole names {', '.join(unknown)}; it can name {', '.join(CAN_BE_WHOLE)}"
             )
         if self.all_reduce not in ALL_REDUCES:
             raise MeshError(

@@ -175,6 +175,7 @@ def oracle(
     soft_cap: float | None = None,
     sinks: np.ndarray | None = None,
     alibi_slopes: np.ndarray | None = None,
+    key_limit: np.ndarray | None = None,
     return_lse: bool = False,
 ) -> Any:
     """The formula of `api.py`, read word for word: one query and one head at a time, float64."""
@@ -186,7 +187,11 @@ def oracle(
         first, end = int(case.q_start[r]), int(case.q_start[r + 1])
         for t in range(first, end):
             p = int(case.kv_len[r]) - (end - t)
-            seen = [s for s in range(p + 1) if window is None or s > p - window]
+            end_of_keys = p + 1 if key_limit is None else min(p + 1, int(key_limit[r]))
+            seen = [s for s in range(end_of_keys) if window is None or s > p - window]
+            if not seen:
+                lse[t] = -math.inf if sinks is None else sinks
+                continue
             for n in range(N):
                 cell = [(case.page_table[r, s // B], n // (N // K), s % B) for s in seen]
                 k = np.array([k_pages[c] for c in cell])

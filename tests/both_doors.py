@@ -152,12 +152,8 @@ class Doors(NamedTuple):
     async def idle(self) -> None:
         """Wait until nothing is under way and every page is back."""
         loop = self.service.loop
-        while loop.num_streams or loop.engine.has_requests or _num_owned(loop.engine):
+        while loop.num_streams or loop.engine.has_requests or loop.engine.stats.num_owned_pages:
             await asyncio.sleep(0.002)
-
-
-def _num_owned(engine: Engine | Embedder) -> int:
-    return engine.pool.num_owned if isinstance(engine, Engine) else 0
 
 
 @contextlib.asynccontextmanager

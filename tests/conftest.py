@@ -16,7 +16,8 @@ import jax
 import pytest
 from jaxtyping import install_import_hook
 
-CHECKED = ["kernels", "nn", "models", "kv_cache", "sampling", "sampling_draw", "sampling_slots"]
+CHECKED = ["kernels", "nn", "models", "kv_cache"]
+CHECKED += ["sampling", "sampling_draw", "sampling_slots", "vocabulary"]
 install_import_hook([f"jaxinfer.{name}" for name in CHECKED], "beartype.beartype")
 
 from jaxinfer import compilation_cache  # noqa: E402  (after the hook)
@@ -49,6 +50,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--require-browser",
         action="store_true",
         help="fail when a test that drives a browser is skipped (CI)",
+    )
+    parser.addoption(
+        "--all-meshes",
+        action="store_true",
+        help="run every family on every mesh of eight devices (tests/test_meshes.py)",
     )
 
 

@@ -55,6 +55,7 @@ class FakeRunner:
     """Pages of (root, ids) cells behind the interface that `Engine` uses of a `Runner`."""
 
     cache_dtype = "ids"
+    is_under_way = False
 
     def __init__(self, model: Any, weights: Any, config: EngineConfig, max_len: int):
         self.config = config
@@ -95,7 +96,7 @@ class FakeRunner:
             tokens[i] = self._run(inputs, i, row.request, logprobs)
         top = np.full((shape.num_tokens, MAX_LOGPROBS), -1, np.int32)
         prompt = (logprobs, top, np.zeros(top.shape))
-        return SimpleNamespace(sampled=SimpleNamespace(tokens=tokens), prompt=prompt)
+        return plan, SimpleNamespace(sampled=SimpleNamespace(tokens=tokens), prompt=prompt)
 
     def _write_entries(self, inputs: Any) -> None:
         entries = zip(inputs.entry_slot, inputs.entry_index, inputs.entry_page, strict=True)
@@ -187,7 +188,8 @@ def fake_engine(config: EngineConfig) -> Engine:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jaxinfer.engine, "Runner", FakeRunner)
         family = SimpleNamespace(restarts_at_limit=False)
-        model = SimpleNamespace(config=shape, numerics=Numerics(), family=family)
+        model = SimpleNamespace(config=shape, numerics=Numerics(), family=family, num_stages=1)
+        model.model = model  # on one device it is its own
         engine = Engine(model, (), config)  # type: ignore[arg-type]
     engine.runner.scheduler = engine.scheduler  # type: ignore[attr-defined]
     return engine

@@ -9,11 +9,12 @@ from typing import Any
 
 from jaxinfer import EngineConfig, SamplingParams
 from jaxinfer.config import from_mapping
-from jaxinfer.engine import Engine
 from jaxinfer.loading.random import random_weights
 from jaxinfer.models import HF_FAMILIES
 from jaxinfer.models.functional import FunctionalModel
 from jaxinfer.nn.layers import Numerics
+from jaxinfer.replicas import engine_over
+from jaxinfer.sharded_model import sharded_replicas
 from jaxinfer.sharding.mesh import AXES
 
 NUM_DEVICES = 8
@@ -22,7 +23,6 @@ COMMON = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,
     "intermediate_size": 64,
-    "num_hidden_layers": 8,
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
@@ -54,6 +54,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 2.5,
     },
 }
+SENDS = "mixtral"  # rows to their experts, which steps this small would not do by themselves
 WITH_EXPERTS = ("mixtral", "deepseek_v3")
 
 
@@ -66,8 +67,17 @@ def meshes(family: str) -> Iterator[dict[str, int]]:
             yield {axis: size for axis, size in mesh.items() if size > 1}
 
 
-def model_of(family: str) -> FunctionalModel:
-    given = COMMON | FAMILIES[family]
+def spelled(mesh: dict[str, int]) -> str:
+    return ",".join(f"{axis}={size}" for axis, size in mesh.items())
+
+
+def layers_for(mesh: dict[str, int]) -> int:
+    """As few as its stages allow: compiling takes most of the time."""
+    return max(2, mesh.get("pipe", 1))
+
+
+def model_of(family: str, num_layers: int) -> FunctionalModel:
+    given = COMMON | FAMILIES[family] | {"num_hidden_layers": num_layers}
     config = {key: value for key, value in given.items() if value is not None}
     row = HF_FAMILIES[config["model_type"]]
     return FunctionalModel(row, row.config_from_hf(config, {}), Numerics())
@@ -115,7 +125,8 @@ def run(engine: Any, work: list[tuple[list[int], SamplingParams]]) -> list[list[
 
 
 def engine_for(model: FunctionalModel, weights: Any, config: EngineConfig) -> Any:
-    return Engine(model, weights, config)
+    models = sharded_replicas(model, config)
+    return engine_over(models, models[0].place(weights), config)
 
 
 def weights_of(model: FunctionalModel) -> Any:

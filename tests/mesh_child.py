@@ -13,6 +13,8 @@ from typing import Any
 import jax
 import mesh_bench
 
+from jaxinfer.nn import experts
+
 
 def parsed(text: str) -> dict[str, int]:
     pairs = (part.split("=") for part in text.split(",") if part)
@@ -21,21 +23,35 @@ def parsed(text: str) -> dict[str, int]:
 
 def main(family: str, texts: list[str]) -> None:
     jax.config.update("jax_num_cpu_devices", mesh_bench.NUM_DEVICES)
-    model = mesh_bench.model_of(family)
-    weights = mesh_bench.weights_of(model)
+    if family == mesh_bench.SENDS:
+        experts.is_sent = lambda T, k, e, t, row_bytes: e > 1
     work = mesh_bench.requests()
-    found: dict[str, Any] = {}
-    for text in ["", *texts]:
+    alone: dict[int, Any] = {}
+    found = {}
+    for mesh in map(parsed, texts):
+        num_layers = mesh_bench.layers_for(mesh)
+        model = mesh_bench.model_of(family, num_layers)
+        weights = mesh_bench.weights_of(model)
+
+        def outcome(mesh: dict[str, int], model=model, weights=weights) -> dict[str, Any]:
+            engine = mesh_bench.engine_for(model, weights, mesh_bench.config_for(mesh))
+            tokens = mesh_bench.run(engine, work)
+            stats = engine.stats
+            return {
+                "tokens": tokens,
+                "preemptions": stats.num_preemptions,
+                "shared": stats.num_shared,
+            }
+
         start = time.perf_counter()
-        engine = mesh_bench.engine_for(model, weights, mesh_bench.config_for(parsed(text)))
-        found[text] = {
-            "tokens": mesh_bench.run(engine, work),
-            "preemptions": engine.stats.num_preemptions,
-            "shared": engine.stats.num_shared,
-        }
-        is_equal = found[text]["tokens"] == found[""]["tokens"]
+        if num_layers not in alone:
+            alone[num_layers] = outcome({})
+        run = outcome(mesh)
+        text = mesh_bench.spelled(mesh)
+        found[text] = {"alone": alone[num_layers], "mesh": run}
+        is_equal = run["tokens"] == alone[num_layers]["tokens"]
         seconds = time.perf_counter() - start
-        print(f"{family} {text or 'one device'}: {is_equal}, {seconds:.1f} s", file=sys.stderr)
+        print(f"{family} {text}: {is_equal}, {seconds:.1f} s", file=sys.stderr, flush=True)
     print(json.dumps(found))
 
 

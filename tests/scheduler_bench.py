@@ -17,10 +17,16 @@ TOKEN = 7  # what every row samples
 class Bench:
     """A scheduler, and requests whose every sampled token is `TOKEN`."""
 
-    def __init__(self, num_pages=64, page_size=4, budget=16, rows=8, policy="first_come"):
+    def __init__(
+        self, num_pages=64, page_size=4, budget=16, rows=8, policy="first_come", num_stages=1
+    ):
         self.pool = PagePool(num_pages, page_size)
         self.scheduler = Scheduler(
-            self.pool, POLICIES[policy](rows), max_tokens=budget, max_rows=rows
+            self.pool,
+            POLICIES[policy](rows),
+            max_tokens=budget,
+            max_rows=rows,
+            num_stages=num_stages,
         )
         self.num_added = 0
 

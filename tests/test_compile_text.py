@@ -1,4 +1,4 @@
-"""What the compile gate reads in compilers' texts: launches, collectives, memory, spills."""
+"""What the compile gate reads in compilers' texts: launches, memory, spills."""
 
 from __future__ import annotations
 
@@ -79,13 +79,6 @@ def test_launches_are_counted_with_loops_apart_unless_their_length_is_known(loop
 def test_a_text_without_an_entry_is_refused():
     with pytest.raises(ValueError, match="no ENTRY"):
         parse("%f (p: f32[]) -> f32[] {\n}\n")
-
-
-def test_collectives_are_summed_by_kind_and_an_asynchronous_one_counts_its_result():
-    assert text_module.collectives(parse(MODULE)) == {
-        "all-reduce": {"count": 1, "bytes": 32},
-        "all-gather": {"count": 1, "bytes": 16},
-    }
 
 
 @pytest.mark.parametrize(

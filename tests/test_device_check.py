@@ -315,9 +315,9 @@ def test_of_an_error_that_holds_a_traceback_the_end_is_told():
 
 
 def test_the_floors_of_llama_3_8b_are_those_of_its_shape():
-    config = engine.decoder_config(engine.load_matrix()["models"][engine.MODEL])
+    named = engine.from_table(engine.MODEL, engine.load_matrix()["models"][engine.MODEL])
     numerics = engine.numerics_for(engine.EngineConfig(dtype="bfloat16"))
-    bench = engine.Bench(engine.FunctionalModel(engine.LLAMA, config, numerics), (), False)
+    bench = engine.Bench(engine.FunctionalModel(named.family, named.config, numerics), (), False)
     layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096
     weights = 32 * layer + 4096 * 128256 + 4096
     assert engine._read_once(bench) == 2 * weights

@@ -9,7 +9,7 @@ from tiny_encoder import DIM, MAX_LEN, checkpoint, texts_of_lengths, tiny_embedd
 
 from jaxinfer import LLM, CheckpointError, ConfigError, InvalidRequestError
 from jaxinfer.embedding.sentences import encode_text, finished, truncated
-from jaxinfer.llm import load_engine
+from jaxinfer.model_loading import load_engine
 
 LENGTHS = (7, 48, 16, 3, 20, 17, 5, 33, 2, 12, 40)
 TEXT = "the cat sat on the mat. " * 20

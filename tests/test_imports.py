@@ -31,6 +31,7 @@ ARRAY_FREE = (
     "jaxinfer/pages.py",
     "jaxinfer/policies.py",
     "jaxinfer/request.py",
+    "jaxinfer/routing.py",
     "jaxinfer/sampling_params.py",
     "jaxinfer/scheduler.py",
 )
@@ -41,9 +42,12 @@ ENGINE_SURFACE = {
     "jaxinfer.embedding.embedder",
     "jaxinfer.engine",
     "jaxinfer.host",
+    "jaxinfer.hosts",
     "jaxinfer.llm",
     "jaxinfer.loading.checkpoint",
+    "jaxinfer.model_loading",
     "jaxinfer.options",
+    "jaxinfer.replicas",
     "jaxinfer.request",
     "jaxinfer.sampling_params",
     "jaxinfer.embedding.sentences",
@@ -242,9 +246,10 @@ def test_programs_are_made_in_the_step_alone():
     }
     # An encoder's whole step is the embedder's. The decoder's is part of a program: it lets equal
     # layers share one trace. Random weights are drawn in parts, which a constraint inside a program
-    # alone can ask for.
+    # alone can ask for. Compiling asks XLA what it knows by a program that does nothing.
     assert users == {
         "jaxinfer/step.py",
+        "jaxinfer/compiling.py",
         "jaxinfer/embedding/embedder.py",
         "jaxinfer/models/decoder.py",
         "jaxinfer/loading/random.py",

@@ -24,8 +24,9 @@ from jaxinfer.kernels.quantized_matmul import QuantArray, quantize
 from jaxinfer.loading import CheckpointError, open_checkpoint
 from jaxinfer.loading.assign import functional_model, load_weights
 from jaxinfer.loading.checkpoint import Checkpoint
-from jaxinfer.loading.orbax import dense, write_converted
+from jaxinfer.loading.orbax import write_converted
 from jaxinfer.loading.quantize import RECIPES, quantize_weights
+from jaxinfer.loading.restoring import dense
 from jaxinfer.models.functional import Weights
 from jaxinfer.nn.layers import Numerics
 from jaxinfer.nn.quantized import QuantWeight
@@ -244,7 +245,7 @@ def test_float16_scales_come_back_wide_on_a_tpu(tmp_path, monkeypatch):
     model = functional_model(checkpoint, Numerics())
     weights = quantize_weights(model, load_weights(checkpoint, model), "int4")
     write_converted(checkpoint, model, weights, tmp_path / "output", quantization="int4")
-    monkeypatch.setattr("jaxinfer.loading.packing.platform", lambda: "tpu")
+    monkeypatch.setattr("jaxinfer.loading.splitting.platform", lambda: "tpu")
     restored = load_weights(open_checkpoint(tmp_path / "output"), model, keep_packed=True)
     for before, after in zip(weights, restored, strict=True):
         if isinstance(before, QuantArray) and isinstance(after, QuantArray):

@@ -228,6 +228,19 @@ def test_check_notices_damage(damage):
         pool.check()
 
 
+def test_asking_for_a_prefix_neither_takes_nor_uses_its_pages():
+    pool = PagePool(2, 2)
+    for tokens in ([1, 2], [3, 4]):
+        pool.release(fill(pool, tokens))
+    before = counts(pool)
+    assert pool.num_cached_prefix(ROOT, [1, 2, 9]) == 2
+    assert pool.num_cached_prefix(ROOT, [9, 1, 2]) == 0
+    assert counts(pool) == before
+    pool.allocate(1)  # the page least recently used is still the one asked for
+    assert pool.num_cached_prefix(ROOT, [1, 2]) == 0 and pool.num_cached_prefix(ROOT, [3, 4]) == 2
+    assert PagePool(2, 2, prefix_cache=False).num_cached_prefix(ROOT, [1, 2]) == 0
+
+
 def test_random_use_agrees_with_a_model_of_the_cache():
     rng = random.Random(0)
     for _ in range(200):
@@ -241,7 +254,9 @@ def test_random_use_agrees_with_a_model_of_the_cache():
                 pool.release(pages)
             else:
                 tokens = [rng.randint(0, 1) for _ in range(size * rng.randint(1, 4))]
+                num_known = pool.num_cached_prefix(ROOT, tokens)
                 pages, keys = pool.share(ROOT, tokens)
+                assert num_known == len(pages) * size
                 for index, page in enumerate(pages):
                     assert written[page] == tuple(tokens[: (index + 1) * size])
                 new = pool.allocate(len(tokens) // size - len(pages))

@@ -144,8 +144,8 @@ def test_experts_whose_activations_stay_as_they_are_are_reported(tmp_path, monke
 
 def test_what_is_dequantized_is_reported():
     report = LoadReport()
-    report.add_dequantized("blocks.0.mlp.down.weight", "its parts differ")
-    report.add_dequantized("blocks.1.mlp.down.weight", "its parts differ")
+    report.add("dequantized", "blocks.0.mlp.down.weight", "its parts differ")
+    report.add("dequantized", "blocks.1.mlp.down.weight", "its parts differ")
     assert report.line(tiny_model(), tiny_weights("awq")[2]).endswith(
         "4.00 bytes each; dequantized: blocks.0.mlp.down.weight and 1 more, because its parts "
         "differ"

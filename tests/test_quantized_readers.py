@@ -23,14 +23,16 @@ from quantized_checkpoints import (
 )
 from tiny_checkpoints import write_checkpoint, write_safetensors
 
-from jaxinfer.loading import CheckpointError, open_checkpoint
+from jaxinfer.loading import CheckpointError, open_checkpoint, splitting
 from jaxinfer.loading.assign import load_weights
 from jaxinfer.loading.checkpoint import StoredTensor
 from jaxinfer.loading.mxfp4 import dequantize_mxfp4, read_mxfp4
-from jaxinfer.loading.packing import Unpackable, pack_parameter, place_packed
+from jaxinfer.loading.packing import pack_parameter
 from jaxinfer.loading.quantized.gguf_blocks import BLOCKS, read_blocks
 from jaxinfer.loading.quantized.rows import QuantRows
 from jaxinfer.loading.quantized.scheme import unite
+from jaxinfer.loading.splitting import Unpackable, place_whole
+from jaxinfer.loading.targets import Target
 from jaxinfer.models.family import (
     AS_STORED,
     LINEAR,
@@ -210,8 +212,8 @@ def test_float16_scales_are_wide_on_a_tpu(monkeypatch):
     rows = some_rows(8, 24, 32, seed=1)
     packed = pack_parameter(spec(32, 24), [rows], LINEAR, (32, 24))
     for platform, dtype in (("cpu", "float16"), ("tpu", "float32")):
-        monkeypatch.setattr("jaxinfer.loading.packing.platform", lambda platform=platform: platform)
-        placed = place_packed(packed, spec(32, 24), None)
+        monkeypatch.setattr(splitting, "platform", lambda platform=platform: platform)
+        placed = place_whole(Target(spec(32, 24), (spec(32, 24),)), lambda i: packed)
         assert placed.scales.dtype == placed.zeros.dtype == dtype and placed.values.dtype == "int8"
 
 

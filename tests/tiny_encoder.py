@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from jaxinfer import Embedder
 from jaxinfer.config import from_mapping
-from jaxinfer.llm import load_model
+from jaxinfer.model_loading import load_model
 from jaxinfer.options import merge
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")

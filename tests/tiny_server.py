@@ -15,9 +15,10 @@ from tiny_checkpoints import TinyLlama, write_checkpoint
 
 from jaxinfer import Embedder, Engine
 from jaxinfer.config import from_mapping
-from jaxinfer.llm import load_engine
 from jaxinfer.loading.checkpoint import GenerationDefaults
+from jaxinfer.model_loading import load_engine
 from jaxinfer.options import merge
+from jaxinfer.replicas import replicas_of
 from jaxinfer.serving.config import LimitsConfig
 from jaxinfer.serving.loop import EngineLoop
 from jaxinfer.serving.observer import Observer
@@ -44,7 +45,9 @@ def checkpoint() -> Path:
 def tiny_engine(options: Mapping[str, Any] | None = None) -> tuple[Engine, GenerationDefaults]:
     """A fresh engine; `options` over `OPTIONS`. Its first step compiles (seconds)."""
     config = from_mapping(merge(OPTIONS, options or {}))
-    return load_engine(checkpoint(), config, show_progress=False)
+    loaded, generation = load_engine(checkpoint(), config, show_progress=False)
+    [engine] = replicas_of(loaded)
+    return engine, generation
 
 
 class Brake:

@@ -15,27 +15,33 @@ class LoadReport:
     """Collects, from several threads, which parameters are not as was asked for, and why."""
 
     def __init__(self):
-        self._notes: list[tuple[tuple[str, str], str]] = []  # what and why, path
+        self._notes: dict[tuple[str, str], str] = {}  # of what became of which path: why
 
-    def add_dequantized(self, path: str, why: str) -> None:
-        self._notes.append((("dequantized", why), path))
+    @property
+    def has_notes(self) -> bool:
+        return bool(self._notes)
+
+    def add(self, what: str, path: str, why: str) -> None:
+        self._notes[what, path] = why
 
     def note_activations(self, path: str, wanted: str | None, weight: Quantized) -> None:
         """Of a weight whose x was to be quantized to `wanted`, and is not."""
         if wanted is not None and isinstance(weight, QuantArray):
-            what = f"activations not quantized to {wanted}"
-            self._notes.append(((what, "their product takes them as they are"), path))
+            why = "their product takes them as they are"
+            self.add(f"activations not quantized to {wanted}", path, why)
 
     def log(self, model: FunctionalModel, weights: Weights) -> None:
         """As a warning where something is not as was asked for."""
-        say = logging.warning if self._notes else logging.info
+        say = logging.warning if self.has_notes else logging.info
         say("%s", self.line(model, weights))
 
     def line(self, model: FunctionalModel, weights: Weights) -> str:
         """As `weights: 134,515,008 parameters, 96.5 MB, 0.72 bytes each; dequantized: ...`."""
         line = f"weights: {weights_line(model, weights)}"
-        counts = Counter(note for note, _ in self._notes)
-        examples = {note: path for note, path in reversed(self._notes)}
+        # Sorted: threads note them in any order.
+        notes = [((what, why), path) for (what, path), why in sorted(self._notes.items())]
+        counts = Counter(note for note, _ in notes)
+        examples = {note: path for note, path in reversed(notes)}
         for (what, why), times in counts.items():
             others = f" and {times - 1} more" if times > 1 else ""
             line += f"; {what}: {examples[what, why]}{others}, because {why}"

@@ -14,7 +14,7 @@ import numpy as np
 from jaxinfer.kernels.kv_pages import QUANTIZED
 from jaxinfer.kernels.quantized_matmul import QuantArray
 from jaxinfer.loading.checkpoint import CheckpointError
-from jaxinfer.loading.packing import held_dtype
+from jaxinfer.loading.splitting import held_dtype
 from jaxinfer.models.functional import FunctionalModel, ParameterSpec
 from jaxinfer.nn.quantized import Quantized, QuantPair, QuantWeight
 

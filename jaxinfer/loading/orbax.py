@@ -17,18 +17,14 @@ import dataclasses
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.sharding import Sharding, SingleDeviceSharding
 
-from jaxinfer.kernels.quantized_matmul import dequantize
 from jaxinfer.loading.checkpoint import (
     ARRAYS_FOLDER,
     MANIFEST_FILE,
@@ -40,18 +36,15 @@ from jaxinfer.loading.checkpoint import (
 from jaxinfer.loading.gguf import open_gguf
 from jaxinfer.loading.gguf_header import copy_key_values
 from jaxinfer.loading.huggingface import INDEX_SUFFIX, open_huggingface
-from jaxinfer.loading.manifest import CONVERT_AGAIN, checked, encoded
+from jaxinfer.loading.manifest import CONVERT_AGAIN, encoded
 from jaxinfer.loading.output import check_output, put_in_place
-from jaxinfer.loading.placement import tree_shardings
-from jaxinfer.models.functional import FunctionalModel, ParameterSpec, Weights
-from jaxinfer.nn.quantized import Quantized, QuantPair, QuantWeight
+from jaxinfer.loading.restoring import handler, named_leaves, restore
+from jaxinfer.models.functional import FunctionalModel, Weights
 
 FORMAT_VERSION = 1
 HEADER_FILE = "header.gguf"
 # A device reads whole chunks. Small ones are cut to fit any sharding; a matrix of a 1B model has 8.
 CHUNK_BYTES = 4 * 2**20
-# Read at once, a step of the progress bar; the host holds two or three times that in the meantime.
-GROUP_BYTES = 64 * 2**20
 # A tensor that no parameter holds but the configuration is read from, as RoPE's factors, is short.
 MAX_VALUE_ELEMENTS = 65_536
 DESCRIPTION_SUFFIXES = (".json", ".jinja", ".model", ".txt")
@@ -115,7 +108,7 @@ def open_converted(directory: Path) -> Checkpoint:
             for name, (dtype, shape) in manifest["tensors"].items()
         }
         quantization = manifest["quantization"]
-        restore = partial(_restore, directory, dict(manifest["parameters"]), quantization)
+        restoring = partial(restore, directory, dict(manifest["parameters"]), quantization)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
             f"{directory / MANIFEST_FILE}: is damaged ({error!r}); {CONVERT_AGAIN}"
@@ -125,7 +118,7 @@ def open_converted(directory: Path) -> Checkpoint:
         path=directory,
         name=manifest.get("name") or directory.name,
         tensors=tensors,
-        restore=restore,
+        restore=restoring,
     )
 
 
@@ -197,138 +190,10 @@ def _without_data(
     return StoredTensor(name, shape, dtype, 0, read)
 
 
-def _named_leaves(path: str, parameter: Any) -> Iterator[tuple[str, Any]]:
-    """Each array of a parameter by the name it is stored under."""
-    for keys, leaf in jax.tree_util.tree_flatten_with_path(parameter)[0]:
-        yield path + "".join(f".{key.name}" for key in keys), leaf
-
-
-def _handler() -> ocp.PyTreeCheckpointHandler:
-    return ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True, use_compression=False)
-
-
 def _write_arrays(folder: Path, model: FunctionalModel, weights: Weights) -> None:
     arrays: dict[str, jax.Array] = {}
     for spec, weight in zip(model.parameters, weights, strict=True):
-        arrays.update(_named_leaves(spec.path, weight))
+        arrays.update(named_leaves(spec.path, weight))
     cut = {name: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES) for name in arrays}
-    with ocp.Checkpointer(_handler()) as checkpointer:
+    with ocp.Checkpointer(handler()) as checkpointer:
         checkpointer.save(folder.absolute(), args=ocp.args.PyTreeSave(arrays, save_args=cut))
-
-
-def _restore(
-    directory: Path,
-    parameters: Mapping[str, Any],
-    quantization: str | None,
-    model: FunctionalModel,
-    *,
-    keep_packed: bool,
-    quantize: str | None,
-    shardings: Mapping[str, Sharding] | None,
-    on_progress: Callable[[int], Any],
-) -> Weights:
-    """`load_weights` of a converted checkpoint; each device reads the chunks of its own slices."""
-    if quantize not in (None, quantization):
-        raise CheckpointError(
-            f"{directory}: was converted with quantize={quantization}; quantize={quantize} needs "
-            f"another conversion: scripts/convert.py --quantize={quantize}"
-        )
-    here = SingleDeviceSharding(jax.devices()[0])
-    weights: list[Any] = []
-    with ocp.Checkpointer(_handler()) as checkpointer:
-        for group in _groups(checked(directory / MANIFEST_FILE, parameters, model)):
-            places = [(shardings or {}).get(spec.path, here) for spec, _ in group]
-            trees = {spec.path: entry for spec, entry in group}
-            where = {
-                spec.path: tree_shardings(entry, spec, place)
-                for (spec, entry), place in zip(group, places, strict=True)
-            }
-            try:
-                trees = _read(checkpointer, directory / ARRAYS_FOLDER, trees, where)
-            # Orbax and TensorStore raise errors of many classes for what is missing or damaged.
-            except Exception as error:
-                raise CheckpointError(
-                    f"{directory / ARRAYS_FOLDER}: cannot be restored ({error}); {CONVERT_AGAIN}"
-                ) from error
-            for (spec, _), place in zip(group, places, strict=True):
-                weight = trees[spec.path]
-                is_quantized = isinstance(weight, Quantized)
-                # Others were finite when they were converted.
-                if is_quantized or _narrows(parameters[spec.path]["dtype"], spec.dtype):
-                    _check_finite(directory, spec, weight)
-                if is_quantized and not keep_packed and quantize is None:
-                    weight = jax.device_put(dense(weight, spec), place)
-                    _check_finite(directory, spec, weight)
-                weights.append(weight)
-            on_progress(sum(spec.nbytes for spec, _ in group))
-    return tuple(weights)
-
-
-def _narrows(stored: str, dtype: Any) -> bool:
-    """Whether a number of the type `stored` can be too large for `dtype`."""
-    return float(jnp.finfo(jnp.dtype(stored)).max) > float(jnp.finfo(dtype).max)
-
-
-def _check_finite(directory: Path, spec: ParameterSpec, weight: Any) -> None:
-    """`CheckpointError` for NaN and infinity, of a quantized parameter in its scales."""
-    for leaf in jax.tree.leaves(weight):
-        is_wide = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize > 1
-        if is_wide and not jnp.isfinite(leaf).all():
-            raise CheckpointError(
-                f"{directory}: {spec.path} holds values that are NaN or infinite as {leaf.dtype}: "
-                "the type is too narrow (try --set dtype=bfloat16), or the files are damaged: "
-                f"{CONVERT_AGAIN}"
-            )
-
-
-def dense(weight: Quantized, spec: ParameterSpec) -> jax.Array:
-    """The array that a quantized parameter stands for."""
-    if isinstance(weight, QuantPair):
-        return jnp.stack([dense(half, spec) for half in (weight.gate, weight.up)])
-    order = None
-    if isinstance(weight, QuantWeight):
-        order, weight = weight.order, weight.weight
-    matrix = dequantize(weight, spec.dtype)
-    if order is not None:  # row d multiplies x's number order[d]
-        matrix = jnp.take_along_axis(matrix, jnp.argsort(order, axis=-1)[..., None], axis=-2)
-    return matrix.T if spec.packs == "table" else matrix
-
-
-def _read(
-    checkpointer: ocp.Checkpointer,
-    folder: Path,
-    trees: Mapping[str, Any],
-    where: Mapping[str, Any],
-) -> dict[str, Any]:
-    """The parameters by path, from what each of their arrays is and where it shall lie."""
-    targets = dict(leaf for path, tree in trees.items() for leaf in _named_leaves(path, tree))
-    places = dict(leaf for path, tree in where.items() for leaf in _named_leaves(path, tree))
-    how = {
-        name: ocp.ArrayRestoreArgs(sharding=places[name], global_shape=leaf.shape, dtype=leaf.dtype)
-        for name, leaf in targets.items()
-    }
-    # Partial: the others are left where they are.
-    args = ocp.args.PyTreeRestore(item=targets, restore_args=how, partial_restore=True)
-    arrays = checkpointer.restore(folder.absolute(), args=args)
-    return {
-        path: jax.tree.unflatten(
-            jax.tree.structure(tree), [arrays[name] for name, _ in _named_leaves(path, tree)]
-        )
-        for path, tree in trees.items()
-    }
-
-
-def _groups(
-    entries: Sequence[tuple[ParameterSpec, Any]],
-) -> Iterator[list[tuple[ParameterSpec, Any]]]:
-    """Stretches of at least `GROUP_BYTES`, but for the last."""
-    group: list[tuple[ParameterSpec, Any]] = []
-    num_bytes = 0
-    for spec, entry in entries:
-        group.append((spec, entry))
-        num_bytes += sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(entry))
-        if num_bytes >= GROUP_BYTES:
-            yield group
-            group, num_bytes = [], 0
-    if group:
-        yield group

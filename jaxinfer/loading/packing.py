@@ -9,23 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
-import jax
 import numpy as np
-from jax.sharding import Sharding
 
-from jaxinfer.kernels.dispatch import platform
 from jaxinfer.kernels.quantized_matmul.quant_array import QuantArray, pack, pack_rows_for
-from jaxinfer.loading.placement import tree_shardings
 from jaxinfer.loading.quantized.rows import QuantRows
+from jaxinfer.loading.splitting import Unpackable
 from jaxinfer.models.family import Shape, Transform
 from jaxinfer.models.functional import ParameterSpec
 from jaxinfer.nn.quantized import Quantized, QuantPair, QuantWeight
-
-
-class Unpackable(Exception):
-    """Why a parameter cannot stay quantized."""
 
 
 def pack_parameter(
@@ -66,24 +58,6 @@ def pack_parameter(
         values = pack(values, pack_rows)
     weight = QuantArray(values, scales, zeros, first.bits, first.group_size, pack_rows)
     return _with_activations(weight, parts, spec.axes[0] == "half")
-
-
-def place_packed(weight: Quantized, spec: ParameterSpec, sharding: Sharding | None) -> Any:
-    """The parameter on the devices; its matrices are sharded as the array's would be.
-
-    It is whole in the memory of every process first, however few of its slices that holds: where
-    values are packed, and inputs sorted, is not known of slices of a file.
-    """
-    weight = jax.tree.map(lambda a: a.astype(held_dtype(a.dtype), copy=False), weight)
-    if sharding is None:
-        return jax.device_put(weight)
-    return jax.device_put(weight, tree_shardings(weight, spec, sharding))
-
-
-def held_dtype(dtype: Any) -> Any:
-    """The type of a stored quantized parameter's array on the devices: on a TPU no float16, which
-    Mosaic does not load."""
-    return np.dtype(np.float32) if dtype == np.float16 and platform() == "tpu" else dtype
 
 
 def _zeros(part: QuantRows) -> np.ndarray:

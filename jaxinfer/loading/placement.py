@@ -8,7 +8,7 @@ each parameter in flight, the slices of this process's devices and one such tens
 
 from __future__ import annotations
 
-import math
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,8 +16,11 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from jaxinfer.kernels.quantized_matmul import QuantArray
 from jaxinfer.loading.checkpoint import CheckpointError, aligned_empty, is_aligned
+from jaxinfer.loading.targets import Repeats, Target
 from jaxinfer.models.functional import ParameterSpec
+from jaxinfer.nn.quantized import Quantized, QuantPair, QuantWeight
 
 Bounds = tuple[tuple[int, int], ...]  # of each axis: first number, and one past the last
 # Rows of the stored tensor copied at once. A transposed weight [4096, 7168] goes at 1.5 GB/s so,
@@ -26,56 +29,85 @@ STRIP_ROWS = 64
 
 
 class Piece(NamedTuple):
-    """A stored tensor as a parameter, or as the `item`-th of the parameter's first axis.
+    """A stored tensor as a parameter, or as the part of it at `index` of its first axes.
 
     `read` gives it in the parameter's dimensions, in whatever number type it has: a view of the
     file, or a new array, which may then be kept.
     """
 
     name: str
-    item: int | None
+    index: tuple[int, ...]
     read: Callable[[], np.ndarray]
 
 
-def place(
-    shape: tuple[int, ...],
-    dtype: np.dtype[Any],
-    pieces: Sequence[Piece],
-    sharding: Sharding | None = None,
-) -> jax.Array:
-    """The array of `shape` that the pieces make, on the devices of `sharding`, or on the default.
+def place(target: Target, pieces: Sequence[Piece]) -> jax.Array:
+    """The array that the pieces make, on the target's devices.
 
-    `CheckpointError` for numbers that are NaN or infinite as `dtype`.
+    `CheckpointError` for numbers that are NaN or infinite in its type.
     """
+    spec, sharding = target.spec, target.sharding
     if sharding is None:
-        return jax.device_put(whole(shape, dtype, pieces))
-    owners = {
+        return jax.device_put(whole(spec.shape, spec.dtype, pieces))
+    owners = owned_bounds(sharding, spec.shape)
+    slices = read_slices(spec.shape, spec.dtype, pieces, owners.values(), target.repeats)
+    arrays = [jax.device_put(slices[bounds], device) for device, bounds in owners.items()]
+    return jax.make_array_from_single_device_arrays(spec.shape, sharding, arrays)
+
+
+def owned_bounds(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Bounds]:
+    """What each device of this process holds of an array."""
+    return {
         device: tuple(part.indices(n)[:2] for part, n in zip(index or (), shape, strict=True))
         for device, index in sharding.addressable_devices_indices_map(shape).items()
     }
-    slices = read_slices(shape, dtype, pieces, owners.values())
-    arrays = [jax.device_put(slices[bounds], device) for device, bounds in owners.items()]
-    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
 def read_slices(
-    shape: tuple[int, ...], dtype: np.dtype[Any], pieces: Sequence[Piece], wanted: Iterable[Bounds]
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    pieces: Sequence[Piece],
+    wanted: Iterable[Bounds],
+    repeats: Repeats | None = None,
 ) -> dict[Bounds, np.ndarray]:
     """The parts of the parameter within `wanted`, each once; nothing else of a file is touched,
-    where a piece is a view of it."""
-    slices = {
-        bounds: aligned_empty(tuple(stop - start for start, stop in bounds), dtype)
-        for bounds in set(wanted)  # replicas have the same
-    }
+    where a piece is a view of it, and a piece that no part has is not read at all.
+
+    `shape` and `wanted` are of the parameter as it is held, its KV heads repeated.
+    """
+    slices = {bounds: empty_part(bounds, dtype) for bounds in set(wanted)}  # replicas have the same
+    own = shape if repeats is None else repeats.own_shape(shape)
     for piece in pieces:  # the outer loop, so that each is read once
-        values = _in_shape(piece, shape)
-        for bounds, buffer in slices.items():
-            cut = tuple(slice(start, stop) for start, stop in bounds)
-            if piece.item is None:
-                copy_finite(buffer, values[cut], piece.name)
-            elif cut[0].start <= piece.item < cut[0].stop:
-                copy_finite(buffer[piece.item - cut[0].start], values[cut[1:]], piece.name)
+        holders = [bounds for bounds in slices if is_within(piece.index, bounds)]
+        if not holders:
+            continue
+        values = _in_shape(piece, own)
+        for bounds in holders:
+            starts = (start for start, _ in bounds)
+            at = tuple(i - start for i, start in zip(piece.index, starts, strict=False))
+            rest = bounds[len(piece.index) :]
+            copy_finite(slices[bounds][(*at, ...)], cut(values, rest, repeats), piece.name)
     return slices
+
+
+def empty_part(bounds: Bounds, dtype: np.dtype[Any]) -> np.ndarray:
+    return aligned_empty(tuple(stop - start for start, stop in bounds), dtype)
+
+
+def is_within(index: tuple[int, ...], bounds: Bounds) -> bool:
+    """Whether the part within `bounds` holds what stands at `index` of the first axes."""
+    return all(start <= i < stop for i, (start, stop) in zip(index, bounds, strict=False))
+
+
+def cut(values: np.ndarray, bounds: Bounds, repeats: Repeats | None) -> np.ndarray:
+    """The part within `bounds`, which are those of the values with their KV heads repeated: a view
+    wherever it can be one."""
+    of_axis: list[Any] = [slice(start, stop) for start, stop in bounds]
+    if repeats is not None:
+        size = repeats.held_shape(values.shape)[repeats.axis]
+        index = repeats.index(size)[of_axis[repeats.axis]]
+        is_run = (np.diff(index) == 1).all()
+        of_axis[repeats.axis] = slice(int(index[0]), int(index[-1]) + 1) if is_run else index
+    return values[tuple(of_axis)]
 
 
 def whole(shape: tuple[int, ...], dtype: np.dtype[Any], pieces: Sequence[Piece]) -> np.ndarray:
@@ -83,19 +115,19 @@ def whole(shape: tuple[int, ...], dtype: np.dtype[Any], pieces: Sequence[Piece])
     buffer: np.ndarray | None = None
     for piece in pieces:
         values = _in_shape(piece, shape)
-        if piece.item is None and _can_be_kept(values, dtype):
+        if not piece.index and _can_be_kept(values, dtype):
             check_finite(values, piece.name)
             return values
         if buffer is None:
             buffer = aligned_empty(shape, dtype)
-        copy_finite(buffer if piece.item is None else buffer[piece.item], values, piece.name)
+        copy_finite(buffer[(*piece.index, ...)], values, piece.name)
     assert buffer is not None
     return buffer
 
 
 def _in_shape(piece: Piece, shape: tuple[int, ...]) -> np.ndarray:
     """The piece in the array's own dimensions, where several of a parameter's may be one."""
-    return np.asarray(piece.read()).reshape(shape if piece.item is None else shape[1:])
+    return np.asarray(piece.read()).reshape(shape[len(piece.index) :])
 
 
 def _can_be_kept(values: np.ndarray, dtype: np.dtype[Any]) -> bool:
@@ -131,34 +163,38 @@ def check_finite(values: np.ndarray, name: str) -> None:
     )
 
 
-def tree_shardings(tree: Any, spec: ParameterSpec, sharding: Sharding) -> Any:
-    """For each array of a quantized parameter (an array alone is one), where it lies.
-
-    Matrices lie as the parameter would, along axes that are long enough to be cut so (the groups of
-    scales often are not); other arrays lie on every device.
+def specs_of(weight: Any, spec: ParameterSpec, split: PartitionSpec) -> Any:
+    """For each array of a parameter (which may be an array itself), how it is split, where the
+    parameter's array would be split by `split`: values, scales and zeros by the same parts, so that
+    every part is a quantized weight by itself (`splitting.divided` makes it so).
     """
+    if not isinstance(weight, Quantized):
+        return split
+    axes = (*split, *[None] * (len(spec.shape) - len(split)))
+    if spec.packs == "table":
+        axes = (*axes[:-2], axes[-1], axes[-2])
+    if isinstance(weight, QuantPair):
+        half = spec.axes.index("half")
+        axes = axes[:half] + axes[half + 1 :]
+        return QuantPair(_of_weight(weight.gate, axes), _of_weight(weight.up, axes))
+    return _of_weight(weight, axes)
+
+
+def _of_weight(weight: QuantArray | QuantWeight, axes: tuple[Any, ...]) -> Any:
+    if isinstance(weight, QuantArray):
+        return jax.tree.map(lambda array: PartitionSpec(*axes), weight)
+    stage, unsplit = axes[:-2], (*axes[:-2], None)
+    return dataclasses.replace(
+        weight,
+        weight=_of_weight(weight.weight, axes),
+        order=None if weight.order is None else PartitionSpec(*unsplit),
+        x_scale=None if weight.x_scale is None else PartitionSpec(*stage),
+    )
+
+
+def tree_shardings(tree: Any, spec: ParameterSpec, sharding: Sharding) -> Any:
+    """`specs_of` on the sharding's mesh."""
     if not isinstance(sharding, NamedSharding):
         return jax.tree.map(lambda leaf: sharding, tree)
-    axes = (*sharding.spec, *[None] * (len(spec.shape) - len(sharding.spec)))
-    is_plain = len(jax.tree.leaves(tree)) == 1 and jax.tree.leaves(tree)[0].shape == spec.shape
-    if spec.packs == "table" and not is_plain:
-        axes = axes[::-1]
-
-    def of_leaf(leaf: Any) -> NamedSharding:
-        own = axes
-        if leaf.ndim == len(axes) - 1 >= 2:  # gate or up, a matrix of its own
-            own = axes[1:]
-        if leaf.ndim != len(own):
-            return NamedSharding(sharding.mesh, PartitionSpec())
-        cut = [
-            axis if _can_cut(sharding, axis, n) else None
-            for axis, n in zip(own, leaf.shape, strict=True)
-        ]
-        return NamedSharding(sharding.mesh, PartitionSpec(*cut))
-
-    return jax.tree.map(of_leaf, tree)
-
-
-def _can_cut(sharding: NamedSharding, axis: Any, size: int) -> bool:
-    names = (axis,) if isinstance(axis, str) else axis or ()
-    return size % math.prod(sharding.mesh.shape[name] for name in names) == 0
+    on_mesh = lambda split: NamedSharding(sharding.mesh, split)
+    return jax.tree.map(on_mesh, specs_of(tree, spec, sharding.spec))

@@ -10,7 +10,8 @@ import jax
 import numpy as np
 
 from jaxinfer.kernels.quantized_matmul.quant_array import QuantArray, quantize
-from jaxinfer.loading.packing import place_packed
+from jaxinfer.loading.splitting import place_whole
+from jaxinfer.loading.targets import Target
 from jaxinfer.models.functional import FunctionalModel, ParameterSpec, Weights
 from jaxinfer.nn.quantized import Quantized, QuantPair, QuantWeight
 from jaxinfer.options import ConfigError
@@ -29,6 +30,14 @@ class Recipe:
     is_float: bool = False
     scale_dtype: Any = np.float32
     activation_dtype: str | None = None
+
+    def group_size(self, D: int) -> int:
+        """Of D rows: all of them, or the largest power of two up to `most_group` that divides D; D
+        itself where that is below 16."""
+        if self.most_group is None:
+            return D
+        group = min(self.most_group, D & -D)
+        return group if group >= 16 else D
 
 
 # Groups of 128 are what int4 checkpoints have; with their float16 scale and zero point they take
@@ -57,7 +66,8 @@ def quantize_weights(
     for spec, weight in zip(model.parameters, weights, strict=True):
         is_dense = not isinstance(weight, Quantized)
         if is_dense and can_quantize(spec, recipe, with_embedding=with_embedding):
-            weight = place_packed(quantize_parameter(spec, np.asarray(weight), recipe), spec, None)
+            quantized = quantize_parameter(spec, np.asarray(weight), recipe)
+            weight = place_whole(Target(spec, (spec,)), lambda _, q=quantized: q)
         results.append(weight)
     return tuple(results)
 
@@ -79,7 +89,7 @@ def quantize_parameter(spec: ParameterSpec, array: np.ndarray, recipe: Recipe) -
     """A parameter of `spec.shape`, in NumPy arrays, a chunk of columns of one matrix at a time."""
     matrix = array.T if spec.packs == "table" else array
     *lead, D, F = matrix.shape
-    group = D if recipe.most_group is None else _group_size(D, recipe.most_group)
+    group = recipe.group_size(D)
 
     def of_columns(item: tuple[int, ...], start: int) -> QuantArray:
         return quantize(
@@ -107,9 +117,3 @@ def quantize_parameter(spec: ParameterSpec, array: np.ndarray, recipe: Recipe) -
     if spec.axes[0] == "half":
         return QuantPair(quantizes(whole[0]), quantizes(whole[1]))
     return quantizes(whole) if matrix.ndim == 2 else whole
-
-
-def _group_size(D: int, most: int) -> int:
-    """The largest power of two up to `most` that divides D, D itself where that is below 16."""
-    group = min(most, D & -D)
-    return group if group >= 16 else D

@@ -7,58 +7,100 @@ same however they are sharded (threefry counts positions, not calls).
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from absl import logging
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from jaxinfer.models.functional import FunctionalModel, ParameterSpec, Weights
+from jaxinfer.loading.quantize import Recipe, can_quantize, quantize_parameter, recipe_of
+from jaxinfer.loading.splitting import Unpackable, place_whole
+from jaxinfer.loading.targets import Repeats, Target, targets_of
+from jaxinfer.models.functional import FunctionalModel, Weights
+from jaxinfer.nn.quantized import Quantized
+
+if TYPE_CHECKING:
+    from jaxinfer.sharded_model import ShardedModel
 
 
 def random_weights(
-    model: FunctionalModel,
+    model: FunctionalModel | ShardedModel,
     seed: int,
     *,
-    shardings: Mapping[str, Sharding] | None = None,
+    quantize: str | None = None,
     on_progress: Callable[[int], Any] = lambda num_bytes: None,
 ) -> Weights:
     """The model's weights in its own order: matrices normal with a variance of 1 / inputs, so that
     activations keep their size; norms' weights 1; biases and other corrections 0.
 
-    `shardings` by parameter path; a parameter without one lies on the default device. `on_progress`
-    gets the bytes of each parameter as it is asked for.
+    `quantize` (a key of `quantize.RECIPES`) quantizes products' weights, each drawn whole on one
+    device of every process. `on_progress` gets the bytes of each parameter as it is asked for.
     """
-    key = jax.random.key(seed)
-    here = SingleDeviceSharding(jax.devices()[0])
+    recipe = None if quantize is None else recipe_of(quantize)
     weights = []
-    for spec in model.parameters:
-        sharding = (shardings or {}).get(spec.path, here)
-        own_key = jax.random.fold_in(key, zlib.crc32(spec.path.encode()))
-        weights.append(_draw(own_key, spec, sharding))
-        on_progress(spec.nbytes)
+    for target in targets_of(model):
+        if recipe is not None and can_quantize(target.sources[0], recipe):
+            weights.append(_quantized(target, seed, recipe))
+        else:
+            weights.append(_draw(target, seed))
+        on_progress(target.nbytes)
     return tuple(weights)
 
 
-def _draw(key: jax.Array, spec: ParameterSpec, sharding: Sharding) -> jax.Array:
+def _quantized(target: Target, seed: int, recipe: Recipe) -> Any:
+    def read(i: int) -> Quantized:
+        spec = target.sources[i]
+        return quantize_parameter(spec, np.asarray(_draw(Target(spec, (spec,)), seed)), recipe)
+
+    try:
+        return place_whole(target, read)
+    except Unpackable as why:
+        logging.warning("%s is not quantized, because %s", target.spec.path, why)
+        return _draw(target, seed)
+
+
+def _draw(target: Target, seed: int) -> jax.Array:
+    spec, source = target.spec, target.sources[0]
+    sharding = target.sharding or SingleDeviceSharding(jax.local_devices()[0])
     *modules, name = spec.path.split(".")
-    if "bias" in name:
-        return jnp.zeros(spec.shape, spec.dtype, device=sharding)
-    if any("norm" in module for module in modules[-2:]) or "norm" in name:
+    is_norm = any("norm" in module for module in modules[-2:]) or "norm" in name
+    if is_norm and "bias" not in name:
         return jnp.ones(spec.shape, spec.dtype, device=sharding)
-    if len(spec.shape) < 2:  # sinks and other corrections
+    if "bias" in name or len(source.shape) < 2:  # sinks and other corrections too
         return jnp.zeros(spec.shape, spec.dtype, device=sharding)
     # A table of vectors is read row by row, and as a tied head multiplied with its last axis.
-    num_inputs = spec.shape[-1] if spec.axes[0] == "vocab" else spec.shape[-2]
-    return _normal(key, num_inputs**-0.5, spec.shape, spec.dtype, sharding)
+    num_inputs = source.shape[-1] if source.axes[0] == "vocab" else source.shape[-2]
+    names = np.array([zlib.crc32(s.path.encode()) for s in target.sources], np.uint32)
+    key = np.asarray(jax.random.key_data(jax.random.key(seed)))  # the same in every process
+    form = (source.shape, source.dtype, target.is_stacked, target.repeats, sharding)
+    return _normal(key, names, num_inputs**-0.5, *form)
 
 
-# One program a shape, type and sharding; scale and key are arguments.
-@partial(jax.jit, static_argnames=("shape", "dtype", "sharding"))
+# One program a shape, type and sharding; scale, key and names are arguments.
+@partial(jax.jit, static_argnames=("shape", "dtype", "is_stacked", "repeats", "sharding"))
 def _normal(
-    key: jax.Array, scale: float, shape: tuple[int, ...], dtype: Any, sharding: Sharding
+    key: jax.Array,
+    names: jax.Array,
+    scale: float,
+    shape: tuple[int, ...],
+    dtype: Any,
+    is_stacked: bool,
+    repeats: Repeats | None,
+    sharding: Sharding,
 ) -> jax.Array:
-    values = jax.random.normal(key, shape, dtype) * jnp.asarray(scale, dtype)
+    """A parameter for each of the names, stacked or alone."""
+
+    def draw(name: jax.Array) -> jax.Array:
+        own_key = jax.random.fold_in(jax.random.wrap_key_data(key), name)
+        values = jax.random.normal(own_key, shape, dtype) * jnp.asarray(scale, dtype)
+        if repeats is None:
+            return values
+        index = repeats.index(repeats.held_shape(shape)[repeats.axis])
+        return jnp.take(values, index, axis=repeats.axis)
+
+    values = jax.vmap(draw)(names) if is_stacked else draw(names[0])
     return jax.lax.with_sharding_constraint(values, sharding)

@@ -3,6 +3,14 @@
 Each token is sent to `per_token` of the experts, and none is ever dropped (no capacity, other than
 Switch Transformers, arXiv:2101.03961). Tokens are sorted by expert, so that each product is one
 ragged product of all experts (`kernels/grouped_matmul`), whose cost follows the tokens.
+
+On a mesh, experts are split over `expert` and each one's hidden units over `tensor`. How tokens and
+experts meet, and what that costs, is in `sharding/experts.py`; which of its two forms a step takes
+follows from its number of tokens. A layer's collectives:
+
+    kept   1 all-reduce over both axes, in which compilers include that of shared experts
+    sent   1 all-gather of counts, 2 all-to-all, 1 all-reduce over `tensor`, 1 all-gather; and 1
+           all-reduce of shared experts, which no other waits for
 """
 
 from __future__ import annotations
@@ -19,6 +27,9 @@ from jaxinfer.kernels.gated_mlp.activations import ACTIVATIONS
 from jaxinfer.kernels.grouped_matmul import grouped_matmul
 from jaxinfer.nn.checks import not_positive, not_whole, refuse_wrong, whole_fields
 from jaxinfer.nn.layers import FLOAT32, GatedMLP, Numerics, parameter, project
+from jaxinfer.sharding.collectives import all_gather, own_part, rank
+from jaxinfer.sharding.experts import Rows, give_back, is_sent, keep, put_back, send
+from jaxinfer.sharding.products import summed
 
 # Published layers have up to 512 (Switch Transformers: 2,048); files keep a tensor of each.
 MAX_EXPERTS = 4_096
@@ -150,13 +161,17 @@ class Experts(nnx.Module):
         self.config = config
         router = config.router
         D, E, F = dim, router.num_experts, config.ffn_dim
-        in_axes, out_axes = ("experts", "model", "ffn"), ("experts", "ffn", "model")
+        self.layout = numerics.layout
+        self.split_over = self.layout.axes("experts")
+        self.hidden_over = self.layout.axes("expert_ffn")
+        in_axes = ("experts", "model", "expert_ffn")
+        out_axes = ("experts", "expert_ffn", "model")
         wide = dataclasses.replace(numerics, dtype=FLOAT32)
         given = lambda is_there, *what: parameter(*what) if is_there else None
-        self.router = parameter((D, E), ("model", "experts"), numerics)
-        self.router_bias = given(router.has_bias, (E,), ("experts",), numerics)
+        self.router = parameter((D, E), ("model", "choices"), numerics)
+        self.router_bias = given(router.has_bias, (E,), ("choices",), numerics)
         # float32: DeepSeek-V3's scores differ by less than bfloat16's step at the bias's size.
-        self.selection_bias = given(router.has_selection_bias, (E,), ("experts",), wide)
+        self.selection_bias = given(router.has_selection_bias, (E,), ("choices",), wide)
         self.gate = parameter((E, D, F), in_axes, numerics, packs="matrix")
         self.up = parameter((E, D, F), in_axes, numerics, packs="matrix")
         self.down = parameter((E, F, D), out_axes, numerics, packs="matrix")
@@ -174,7 +189,7 @@ class Experts(nnx.Module):
         return GatedMLP(dim, ffn_dim, activation, numerics, bias=False)
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        routed = self._routed(x, self.routes(x))
+        routed = self._routed(x)
         if self.shared is None:
             return routed.astype(x.dtype)
         shared = self.shared(x).astype(jnp.float32)
@@ -191,30 +206,61 @@ class Experts(nnx.Module):
         bias = None if self.selection_bias is None else self.selection_bias[...]
         return route(logits, self.config.router, bias)
 
-    def _routed(self, x: Float[Array, "T D"], routes: Routes) -> Float[Array, "T D"]:
-        """float32."""
-        E, k = self.config.router.num_experts, self.config.router.per_token
-        expert = routes.experts.reshape(-1)  # [T * k]
-        order = jnp.argsort(expert)
-        expert = expert[order]
-        sizes = (expert[:, None] == jnp.arange(E)).sum(axis=0, dtype=jnp.int32)
-        rows = x[order // k]
-        gate = grouped_matmul(rows, self.gate[...], sizes)
-        up = grouped_matmul(rows, self.up[...], sizes)
-        hidden = self._activate(_with_bias(gate, self.gate_bias, expert), up, expert)
-        down = grouped_matmul(hidden.astype(x.dtype), self.down[...], sizes)
-        out = _with_bias(down, self.down_bias, expert)[jnp.argsort(order)]
-        return (out.reshape(*routes.weights.shape, -1) * routes.weights[..., None]).sum(axis=1)
+    def _routed(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        """float32, of numbers in x's type once they have gone over links."""
+        if self._is_sent(x):
+            return self._by_sending(x)
+        router, routes = self.config.router, self.routes(x)
+        rows, order = keep(x, routes.experts, router.num_experts, self.split_over)
+        out = put_back(self._computed(rows), order, router.per_token)
+        out, summed_over = _weighted(out, routes), self.split_over + self.hidden_over
+        if not summed_over:
+            return out
+        return summed(out.astype(x.dtype), self.layout, summed_over).astype(jnp.float32)
 
-    def _activate(self, gate: jax.Array, up: jax.Array, expert: jax.Array) -> jax.Array:
-        up = _with_bias(up, self.up_bias, expert)
+    def _is_sent(self, x: Float[Array, "T D"]) -> bool:
+        e, t = self.layout.parts("experts"), self.layout.parts("expert_ffn")
+        return is_sent(len(x), self.config.router.per_token, e, t, x.nbytes // len(x))
+
+    def _by_sending(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        """Each device routes its share of the tokens, the last shares padded."""
+        router, axes = self.config.router, self.split_over
+        T, e = len(x), self.layout.parts("experts")
+        x = own_part(jnp.pad(x, ((0, -T % e), (0, 0))), axes, e, dim=0)
+        routes = self.routes(x)
+        rows, way = send(x, routes.experts, router.num_experts, axes)
+        out = give_back(self._computed(rows).astype(x.dtype), way, router.per_token, axes)
+        out = summed(_weighted(out, routes).astype(x.dtype), self.layout, self.hidden_over)
+        return all_gather(out, axes, dim=0)[:T].astype(jnp.float32)
+
+    def _computed(self, rows: Rows) -> Float[Array, "rows D"]:
+        """What the experts held here make of their rows, float32; zero behind these. Of hidden
+        units that are split, this device's part of the sum."""
+        x, sizes = rows
+        place = jnp.arange(len(x), dtype=jnp.int32)[:, None]
+        expert = (jnp.cumsum(sizes) <= place).sum(axis=1, dtype=jnp.int32)  # of each row
+        product = lambda x, weight: grouped_matmul(x, weight[...], sizes).astype(jnp.float32)
+        gate = product(x, self.gate) + _bias(self.gate_bias, expert)
+        up = product(x, self.up) + _bias(self.up_bias, expert)
+        down = product(self._activated(gate, up).astype(x.dtype), self.down)
+        bias = _bias(self.down_bias, expert)
+        if self.hidden_over and self.down_bias is not None:
+            bias = jnp.where(rank(self.hidden_over) == 0, bias, 0)  # once, not once a part
+        return down + bias
+
+    def _activated(self, gate: jax.Array, up: jax.Array) -> jax.Array:
         activation = self.config.activation
         if isinstance(activation, ClampedSwiGLU):
             return activation(gate, up)
         return ACTIVATIONS[activation](gate) * up
 
 
-def _with_bias(rows: jax.Array, bias: nnx.Param | None, expert: jax.Array) -> jax.Array:
-    """[T * k, columns], float32."""
-    rows = rows.astype(jnp.float32)
-    return rows if bias is None else rows + bias[...].astype(jnp.float32)[expert]
+def _bias(bias: nnx.Param | None, expert: Int[Array, " rows"]) -> jax.Array | float:
+    """Of each row, float32; 0 behind the experts' rows."""
+    if bias is None:
+        return 0.0
+    return bias[...].astype(jnp.float32).at[expert].get(mode="fill", fill_value=0)
+
+
+def _weighted(out: Float[Array, "T k D"], routes: Routes) -> Float[Array, "T D"]:
+    return (out.astype(jnp.float32) * routes.weights[..., None]).sum(axis=1)

@@ -26,9 +26,10 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxinfer.kernels.kv_pages import KVPages
-from jaxinfer.kernels.paged_attention.update import Rotary, update_and_attend
+from jaxinfer.kernels.paged_attention.update import Rotary
 from jaxinfer.kernels.rotary import rotate
 from jaxinfer.kv_cache import RaggedBatch
+from jaxinfer.nn.cached_attention import attend_to_cache
 from jaxinfer.nn.checks import not_whole, refuse_wrong
 from jaxinfer.nn.layers import Linear, Numerics, RMSNorm, parameter
 
@@ -132,20 +133,15 @@ class LatentAttention(nnx.Module):
         def turned(x: jax.Array) -> jax.Array:
             return jnp.concatenate([x[..., :r], rotate(x[..., r:], *angles)], axis=-1)
 
-        return update_and_attend(
+        return attend_to_cache(
             turned(q),
             turned(k),
             None,
+            batch,
             pages,
-            batch.q_start,
-            batch.kv_len,
-            batch.page_table,
-            batch.write_page,
-            batch.write_cell,
+            self.numerics,
             scale=self.scale,
             value_dim=r,
-            batch_invariant=self.numerics.batch_invariant,
-            backend=self.numerics.attention_backend,
         )
 
     def project_out(self, out: Float[Array, "T N r"]) -> Float[Array, "T D"]:

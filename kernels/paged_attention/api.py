@@ -24,6 +24,10 @@ ones, k and v are what is stored times the token's and head's scale. Where there
 values, v[s] is the first `value_dim` numbers of k[s] (the absorbed form of multi-head latent
 attention, arXiv:2405.04434, section 2.1.2).
 
+Of pages that are split by their cells, a call may hold one part (`page_part.py`), and sees the keys
+in it alone; merged over the parts, the results are those of whole pages. With `key_limit` row r's
+keys at that position and behind are not seen either, whatever the query's position is.
+
 Cells past `kv_len` and pages that no row owns may hold anything, NaN included; they never reach the
 output. A token of no row (padding past `q_start[R]`) gets zeros, and an lse of -inf.
 """
@@ -42,6 +46,7 @@ from jaxinfer.kernels.dispatch import dispatch
 from jaxinfer.kernels.folding import fold_of, unfolding
 from jaxinfer.kernels.kv_pages import KVPages, is_quantized
 from jaxinfer.kernels.paged_attention import gpu, hopper, reference, tpu, xla
+from jaxinfer.kernels.paged_attention.page_part import WHOLE, PagePart
 
 # Each takes the parts of `pages` and every option, and returns (out, lse or None).
 BACKENDS = {
@@ -51,6 +56,11 @@ BACKENDS = {
     "gpu": unfolding(gpu.paged_attention),
     "hopper": unfolding(hopper.paged_attention),
 }
+
+# Backends that know parts of pages and limits of keys. Others are given the keys that a token sees
+# as a row of its own, up to so many tokens: each then reads its pages by itself.
+OF_PARTS = ("reference", "xla")
+MAX_ROWS_OF_PARTS = 256
 
 INVARIANT_TILE = 16  # tokens computed together in batch-invariant mode
 
@@ -68,6 +78,8 @@ def paged_attention(
     sinks: Float[Array, " N"] | None = None,
     alibi_slopes: Float[Array, " N"] | None = None,
     value_dim: int | None = None,
+    part: PagePart = WHOLE,
+    key_limit: Int[Array, " R"] | None = None,
     return_lse: bool = False,
     batch_invariant: bool = False,
     backend: str | None = None,
@@ -87,33 +99,37 @@ def paged_attention(
         "alibi_slopes": alibi_slopes,
     }
     check_call(q, pages, q_start, kv_len, page_table, variant, value_dim)
-    backends = BACKENDS
-    if batch_invariant:  # where a row is cut among programs would depend on the other rows
-        backends = BACKENDS | {"gpu": partial(BACKENDS["gpu"], batch_invariant=True)}
+    if key_limit is not None and key_limit.shape != kv_len.shape:
+        raise ValueError(f"key_limit has shape {key_limit.shape}; it must be {kv_len.shape}")
+    is_split = part.count > 1 or key_limit is not None
+    backends = _backends(part if is_split else None, batch_invariant)
 
-    def attend(q, q_start, kv_len, page_table):
+    def attend(q, q_start, kv_len, page_table, key_limit):
+        limit = {"key_limit": key_limit} if is_split else {}
         return dispatch(
-            "paged_attention",
-            backends,
-            backend,
-            q,
-            pages.k,
-            pages.v,
-            q_start,
-            kv_len,
-            page_table,
-            k_scales=pages.k_scales,
-            v_scales=pages.v_scales,
-            value_dim=value_dim,
-            return_lse=return_lse,
-            **variant,
-        )
+            "paged_attention", backends, backend,
+            q, pages.k, pages.v, q_start, kv_len, page_table,
+            k_scales=pages.k_scales, v_scales=pages.v_scales, value_dim=value_dim,
+            return_lse=return_lse, **limit, **variant,
+        )  # fmt: skip
 
     if batch_invariant:
-        out, lse = _token_by_token(attend, q, q_start, kv_len, page_table)
+        out, lse = _token_by_token(attend, q, q_start, kv_len, page_table, key_limit)
     else:
-        out, lse = attend(q, q_start, kv_len, page_table)
+        out, lse = attend(q, q_start, kv_len, page_table, key_limit)
     return (out, lse) if return_lse else out
+
+
+def _backends(part: PagePart | None, batch_invariant: bool) -> dict[str, Any]:
+    """The backends by name; with `part` they take limits of keys."""
+    backends: dict[str, Any] = dict(BACKENDS)
+    if batch_invariant:  # where a row is cut among programs would depend on the other rows
+        backends["gpu"] = partial(BACKENDS["gpu"], batch_invariant=True)
+    if part is None:
+        return backends
+    knows = lambda backend: partial(backend, part=part)
+    by_token = lambda backend: partial(_rows_of_keys, backend, part)
+    return {n: knows(b) if n in OF_PARTS else by_token(b) for n, b in backends.items()}
 
 
 def token_rows(T: int, q_start: Int[Array, " R1"]) -> Int[Array, " T"]:
@@ -123,32 +139,71 @@ def token_rows(T: int, q_start: Int[Array, " R1"]) -> Int[Array, " T"]:
     ).astype(jnp.int32)
 
 
-def _token_by_token(attend, q, q_start, kv_len, page_table):
+def _token_by_token(attend, q, q_start, kv_len, page_table, key_limit):
     """`attend` with a row for each token, always `INVARIANT_TILE` of them at a time.
 
     Rows of their own take a token's neighbours out of its sums; one size for every tile does the
     same for its code, since a compiler orders the sums of other sizes otherwise (XLA on CPU does).
     """
     T, M = q.shape[0], INVARIANT_TILE
-    row = token_rows(T, q_start)
-    is_real = row < kv_len.shape[0]
-    row = jnp.where(is_real, row, 0)
-    ends = kv_len[row] - (q_start[row + 1] - 1 - jnp.arange(T, dtype=q_start.dtype))
+    row, ends = _token_ends(T, q_start, kv_len)
 
     def tiles(x):  # [T, ...] -> [T / M, M, ...]
         x = jnp.pad(x, ((0, -T % M), *((0, 0) for _ in x.shape[1:])))
         return x.reshape(-1, M, *x.shape[1:])
 
     def of_tile(tile):
-        tile_q, tile_ends, tile_table = tile
+        tile_q, tile_ends, tile_table, tile_limit = tile
         num_real = (tile_ends > 0).sum(dtype=q_start.dtype)  # they come first
         starts = jnp.minimum(jnp.arange(M + 1, dtype=q_start.dtype), num_real)
-        return attend(tile_q, starts, tile_ends, tile_table)
+        return attend(tile_q, starts, tile_ends, tile_table, tile_limit)
 
-    parts = jax.lax.map(
-        of_tile, (tiles(q), tiles(jnp.where(is_real, ends, 0)), tiles(page_table[row]))
-    )
+    limit = None if key_limit is None else tiles(key_limit[row])
+    parts = jax.lax.map(of_tile, (tiles(q), tiles(ends), tiles(page_table[row]), limit))
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:T], parts)
+
+
+def _token_ends(T: int, q_start, kv_len):
+    """Each token's row and, as if it were the row's last one, its length; 0 of no row: [T] both."""
+    row = token_rows(T, q_start)
+    is_real = row < kv_len.shape[0]
+    row = jnp.where(is_real, row, 0)
+    ends = kv_len[row] - (q_start[row + 1] - 1 - jnp.arange(T, dtype=q_start.dtype))
+    return row, jnp.where(is_real, ends, 0)
+
+
+def _rows_of_keys(
+    backend, part: PagePart, q, k_pages, v_pages, q_start, kv_len, page_table, *, key_limit,
+    **options,
+):  # fmt: skip
+    """A backend of whole pages, for parts of them: every token is a row, as long as the keys that
+    it sees here are many, since in the order of the row's table they come first.
+
+    Exact for decodes, and no slower. Declines (`NotImplementedError`) what looks at distances
+    between positions, which such a row does not have, and steps of more than `MAX_ROWS_OF_PARTS`
+    tokens: those of a chunk would each read all of its pages.
+    """
+    T = q.shape[0]
+    if options["window"] is not None or options["alibi_slopes"] is not None:
+        raise NotImplementedError("pages that are split over devices, with a window or ALiBi")
+    if T > MAX_ROWS_OF_PARTS:
+        raise NotImplementedError(
+            f"pages that are split over devices, with {T} tokens; it takes {MAX_ROWS_OF_PARTS}"
+        )
+    row, ends = _token_ends(T, q_start, kv_len)
+    is_real = (ends > 0)[:, None]
+    if key_limit is not None:
+        ends = jnp.minimum(ends, key_limit[row])
+    cells = k_pages.shape[2] * fold_of(k_pages.shape[3], q.shape[2])
+    num_keys = part.num_keys(ends - 1, cells).astype(kv_len.dtype)
+    starts = jnp.minimum(jnp.arange(T + 1, dtype=q_start.dtype), q_start[-1])
+    # A row of one token has a key: one that sees none here reads any, and the result is dropped.
+    lengths, sees_any = jnp.maximum(num_keys, 1), (num_keys > 0)[:, None]
+    out, lse = backend(q, k_pages, v_pages, starts, lengths, page_table[row], **options)
+    nothing = -jnp.inf if options["sinks"] is None else options["sinks"].astype(jnp.float32)
+    nothing = jnp.where(is_real, nothing, -jnp.inf)
+    lse = None if lse is None else jnp.where(sees_any, lse, nothing)
+    return jnp.where(sees_any[..., None], out, 0), lse
 
 
 def check_call(

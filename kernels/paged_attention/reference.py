@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.kernels.kv_pages import dequantized
+from jaxinfer.kernels.paged_attention.page_part import WHOLE
 
 
 def paged_attention(
@@ -29,20 +30,22 @@ def paged_attention(
     v_scales=None,  # [P, K, B] or None
     value_dim=None,
     return_lse=False,
+    part=WHOLE,
+    key_limit=None,  # [R] or None
 ):
     wide = jnp.float64 if jax.config.jax_enable_x64 else jnp.float32  # type: ignore[attr-defined]
     T, N, H = q.shape
     K, B = k_pages.shape[1:3]
     G = N // K
-
     row, position, is_real = _places(T, q_start, kv_len)
 
     def cells(pages):  # [R, W, K, B, H] -> [T, W*B, K, H]
         of_row = jnp.moveaxis(pages[page_table], 2, 3).reshape(page_table.shape[0], -1, K, H)
         return of_row[row].astype(wide)
 
-    s = jnp.arange(page_table.shape[1] * B)[None]  # [1, W*B]
-    is_seen = (s <= position[:, None]) & is_real[:, None]
+    s = part.positions(jnp.arange(page_table.shape[1] * B), B)[None]  # [1, W*B]
+    last_seen = position if key_limit is None else jnp.minimum(position, key_limit[row] - 1)
+    is_seen = (s <= last_seen[:, None]) & is_real[:, None]
     if window is not None:
         is_seen &= s > position[:, None] - window
     k = jnp.where(is_seen[..., None, None], cells(dequantized(k_pages, k_scales)), 0)

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.kernels.kv_pages import dequantized
+from jaxinfer.kernels.paged_attention.page_part import WHOLE, PagePart
 
 DECODE_TILES = 16  # rows that walk their pages together
 DECODE_BLOCK = 64  # tokens a step of that walk
@@ -34,6 +35,7 @@ class _Rows(NamedTuple):
     q_start: jax.Array  # [R+1]
     kv_len: jax.Array  # [R]
     page_table: jax.Array  # [R, W]
+    key_limit: jax.Array | None  # [R]
 
 
 class _Pages(NamedTuple):
@@ -42,6 +44,7 @@ class _Pages(NamedTuple):
     k_scales: jax.Array | None  # [P, K, B]
     v_scales: jax.Array | None  # [P, K, B]
     value_dim: int
+    part: PagePart
 
 
 class _Variant(NamedTuple):
@@ -69,11 +72,13 @@ def paged_attention(
     v_scales=None,  # [P, K, B] or None
     value_dim=None,
     return_lse=False,
+    part=WHOLE,
+    key_limit=None,  # [R] or None
 ):
     T, R = q.shape[0], kv_len.shape[0]
     variant = _Variant(scale, window, soft_cap, sinks, alibi_slopes)
-    rows = _Rows(q_start, kv_len, page_table)
-    pages = _Pages(k_pages, v_pages, k_scales, v_scales, value_dim or q.shape[2])
+    rows = _Rows(q_start, kv_len, page_table, key_limit)
+    pages = _Pages(k_pages, v_pages, k_scales, v_scales, value_dim or q.shape[2], part)
     q_len = jnp.diff(q_start)
     lse = jnp.full(q.shape[:2], -jnp.inf, jnp.float32) if return_lse else None
     out = (jnp.zeros((*q.shape[:2], pages.value_dim), q.dtype), lse)
@@ -134,8 +139,11 @@ def _run_tiles(
         is_query = (token < end[:, None]) & (i * C + jnp.arange(C) < num_tiles)[:, None]
         position = jnp.where(is_query, rows.kv_len[row][:, None] - end[:, None] + token, -1)
         token = jnp.where(is_query, token, T)  # past the end: read clipped, write dropped
+        reach = position
+        if rows.key_limit is not None:
+            reach = jnp.minimum(position, rows.key_limit[row][:, None] - 1)
         tile_out = _attend(
-            q.at[token].get(mode="clip"), position, pages,
+            q.at[token].get(mode="clip"), position, reach, pages,
             rows.page_table[row], pages_a_block, variant,
         )  # fmt: skip
         put = lambda out, x: out.at[token].set(x.astype(out.dtype), mode="drop")
@@ -147,6 +155,7 @@ def _run_tiles(
 def _attend(
     q,  # [C, M, N, H]
     position,  # [C, M], -1 for no query
+    reach,  # [C, M], the last position that the query sees
     pages,
     page_table,  # [C, W]
     pages_a_block,
@@ -163,7 +172,7 @@ def _attend(
     q = jnp.moveaxis(q.reshape(C, M, K, G, H), 1, 3).reshape(C, K, G * M, H)
     per_query = lambda x: jnp.tile(x[:, None, :], (1, G, 1)).reshape(C, 1, G * M)  # [C, M] ->
     per_head = lambda x: jnp.repeat(x.astype(jnp.float32).reshape(K, G), M, axis=1)[None]
-    q_position = per_query(position)  # [C, 1, G*M]
+    q_position, last_seen = per_query(position), per_query(reach)  # [C, 1, G*M]
 
     def read(stored, scales, block):  # [C, K, S, H] float32
         ids = jax.lax.dynamic_slice(page_table, (0, block * pages_a_block), (C, pages_a_block))
@@ -171,7 +180,7 @@ def _attend(
 
     def block_step(block, carry):
         top, total, acc = carry  # [C, K, G*M], the same, [C, K, G*M, value_dim]
-        s = block * S + jnp.arange(S)
+        s = pages.part.positions(block * S + jnp.arange(S), B)
         k = read(pages.k, pages.k_scales, block)
         z = jnp.einsum("ckqh,cksh->ckqs", q, k)
         if variant.soft_cap is not None:
@@ -179,7 +188,7 @@ def _attend(
         if variant.alibi_slopes is not None:
             distance = (s - q_position[..., None]).astype(jnp.float32)
             z = z + per_head(variant.alibi_slopes)[..., None] * distance
-        is_seen = s <= q_position[..., None]  # [C, 1, G*M, S]
+        is_seen = s <= last_seen[..., None]  # [C, 1, G*M, S]
         if variant.window is not None:
             is_seen &= s > q_position[..., None] - variant.window
         z = jnp.where(is_seen, z, MASKED)
@@ -187,7 +196,7 @@ def _attend(
         weight = jnp.where(is_seen, jnp.exp(z - new_top[..., None]), 0)
         fade = jnp.exp(top - new_top)
         # A weight of 0 times a NaN in a cell nobody wrote would be NaN.
-        is_written = (s <= position.max(axis=1)[:, None])[:, None, :, None]
+        is_written = (s <= reach.max(axis=1)[:, None])[:, None, :, None]
         of_keys = k[..., : pages.value_dim]
         v = of_keys if pages.v is None else read(pages.v, pages.v_scales, block)
         v = jnp.where(is_written, v, 0)
@@ -196,7 +205,8 @@ def _attend(
 
     sinks = None if variant.sinks is None else per_head(variant.sinks)
     carry = _nothing_seen((C, K, G * M), pages.value_dim, sinks)
-    blocks = _blocks(position, S, variant.window)
+    num_keys = lambda last: pages.part.num_keys(last, B)
+    blocks = _blocks(position, reach, num_keys, S, variant.window)
     top, total, acc = jax.lax.fori_loop(*blocks, block_step, carry)
     by_token = lambda x: jnp.moveaxis(x.reshape(C, K, G, M, *x.shape[3:]), 3, 1)
     out, lse = map(by_token, _divided(top, total, acc))
@@ -230,10 +240,11 @@ def _divided(top, total, acc):
     return out, jnp.where(total == 0, -jnp.inf, top + jnp.log(total))
 
 
-def _blocks(position, block_len, window):
+def _blocks(position, reach, num_keys, block_len, window):
     """The first block that one of the queries sees, and the one behind the last."""
-    last = position.max()
+    last = reach.max()
+    behind = -(-num_keys(last) // block_len)
     if window is None:
-        return 0, -(-(last + 1) // block_len)
-    oldest = jnp.where(position < 0, last, position).min()
-    return jnp.maximum(0, oldest - window + 1) // block_len, -(-(last + 1) // block_len)
+        return 0, behind
+    oldest = jnp.where(position < 0, position.max(), position).min()
+    return num_keys(oldest - window) // block_len, behind

@@ -1,0 +1,73 @@
+"""How the processes of several hosts find each other, and when they give each other up."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from jaxinfer.options import ConfigError, at_least, range_problems
+
+
+@dataclasses.dataclass(frozen=True)
+class HostsConfig:
+    """Where this process belongs. Without `coordinator` jax finds out by itself, on a TPU pod and
+    under Slurm or MPI; then neither number is given."""
+
+    coordinator: str | None = None  # HOST:PORT of process 0, as the others reach it
+    num_processes: int | None = at_least(1, None)
+    process_id: int | None = at_least(0, None)
+    channel_port: int | None = at_least(1, None, at_most=65535)  # None: the coordinator's + 1
+    channel_key_file: str | None = None  # a secret that all know; strangers cannot join with it
+    join_timeout_s: float = at_least(0.1, 300.0)  # for all to be there
+    silence_s: float = at_least(0.1, 10.0)  # of a process from which nothing comes: it is lost
+    check_steps: int = at_least(1, 64)  # steps from one comparison of hashes to the next
+
+    def __post_init__(self):
+        problems = list(range_problems(self, ""))
+        given = [self.coordinator, self.num_processes, self.process_id]
+        if any(v is not None for v in given) and any(v is None for v in given):
+            problems.append(
+                "coordinator, num_processes and process_id go together: give all three, or none "
+                "where jax finds them out (a TPU pod, Slurm, MPI)"
+            )
+        elif not problems and self.coordinator is not None:
+            problems += self._address_problems()
+        if problems:
+            raise ConfigError("; ".join(problems))
+
+    @property
+    def coordinator_host(self) -> str:
+        assert self.coordinator is not None
+        return self.coordinator.rpartition(":")[0].strip("[]")
+
+    @property
+    def coordinator_port(self) -> int:
+        assert self.coordinator is not None
+        return int(self.coordinator.rpartition(":")[2])
+
+    def channel_key(self) -> bytes:
+        """Empty without a file; `ConfigError` for one that is not there or has nothing in it."""
+        if self.channel_key_file is None:
+            return b""
+        try:
+            key = Path(self.channel_key_file).read_bytes().strip()
+        except OSError as error:
+            raise ConfigError(f"channel_key_file: {error}") from error
+        if not key:
+            raise ConfigError(f"channel_key_file {self.channel_key_file!r} is empty")
+        return key
+
+    def _address_problems(self) -> list[str]:
+        assert self.coordinator and self.num_processes is not None and self.process_id is not None
+        host, _, port = self.coordinator.rpartition(":")
+        problems = []
+        if not host or not port.isdecimal() or not 1 <= int(port) <= 65534:
+            problems.append(
+                f"coordinator is {self.coordinator!r}; it must be HOST:PORT, port 1 to 65534"
+            )
+        if self.process_id >= self.num_processes:
+            problems.append(
+                f"process_id is {self.process_id} of {self.num_processes} processes; they are "
+                f"numbered 0 to {self.num_processes - 1}"
+            )
+        return problems

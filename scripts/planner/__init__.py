@@ -1,0 +1,1 @@
+"""What `scripts/plan.py` is made of: models by name, the roofline, the search, the report."""

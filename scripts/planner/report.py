@@ -1,0 +1,171 @@
+"""What the planner prints and writes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from compile_matrix import Target
+from compile_report import table
+from compile_steps import StepProgram
+from compile_target import Chip
+
+from planner.models import Named
+from planner.plans import Plan, StepFigures
+from planner.roofline import flop_rate
+from planner.search import Candidate
+
+
+def show_mesh(sizes: Mapping[str, int]) -> str:
+    """As `--mesh` takes it."""
+    return ",".join(f"{axis}={n}" for axis, n in sizes.items() if n > 1) or "one device"
+
+
+def as_json(program: StepProgram, context: int, plan: Plan) -> dict[str, Any]:
+    """Everything that was found; bytes and seconds are one device's."""
+    found = {
+        "model": program.named.name,
+        "target": program.chip.target.name,
+        "mesh": program.config.mesh.sizes,
+        "devices": program.config.mesh.num_devices,
+        "quantize": program.config.quantize,
+        "context": context,
+        "layers": program.num_layers,
+        **dataclasses.asdict(plan),
+    }
+    for name in ("decode", "prefill"):
+        step: StepFigures | None = getattr(plan, name)
+        if step is not None:
+            found[name]["bound"] |= {"seconds": step.bound.seconds, "limit": step.bound.limit}
+    return found
+
+
+def as_text(program: StepProgram, context: int, plan: Plan) -> str:
+    config, target = program.config, program.chip.target
+    lines = [
+        f"{program.named.name} on {target.name}: {show_mesh(config.mesh.sizes)}, "
+        f"{config.quantize or config.dtype}, context {context:,}"
+    ]
+    if plan.memory:
+        lines += _memory(program, plan)
+    if not plan.fits:
+        return "\n".join([*lines, f"does not fit: {plan.reason}"])
+    lines += [
+        f"  cache        {plan.tokens_cached:,} tokens in {plan.num_pages:,} pages of "
+        f"{config.cache.page_size}",
+        f"  rows         {plan.rows} at once of {context:,} tokens (slots for "
+        f"{config.scheduler.max_rows})",
+    ]
+    stages = program.model.num_stages
+    of_stage = f", one of {stages} micro-batches" if stages > 1 else ""
+    assert plan.decode is not None and plan.prefill is not None
+    decode, chunk = plan.decode.load, plan.prefill.load
+    lines += ["", f"decode step: {decode.rows} rows at {decode.context:,} tokens{of_stage}"]
+    lines += _step(plan.decode, target)
+    lines += ["", f"prefill chunk: the last {chunk.new:,} tokens of {chunk.context:,}{of_stage}"]
+    lines += _step(plan.prefill, target)
+    return "\n".join(lines)
+
+
+def _memory(program: StepProgram, plan: Plan) -> list[str]:
+    memory = plan.memory
+    rest = memory["other_state"] + memory["results"] + memory["code"]
+    of_layers = f"{plan.layers_compiled} of {program.num_layers} layers compiled"
+    if plan.layers_compiled == program.num_layers:
+        of_layers = f"all {program.num_layers} layers compiled"
+    parts = {
+        "weights": memory["weights"],
+        "pages": memory["pages"],
+        "temporaries": memory["temporaries"],
+        "other": rest,
+    }
+    lines = [f"  {name:12} {gigabytes(amount):>9} a device" for name, amount in parts.items()]
+    total = f"{gigabytes(memory['total']):>9} of {gigabytes(memory['limit']).strip()}"
+    return [*lines, f"  {'in all':12} {total} ({of_layers})"]
+
+
+def _step(step: StepFigures, target: Target) -> list[str]:
+    work, least = step.work, step.bound
+    rate = f"{target.memory_rate / 1e9:,.0f} GB/s"
+    kinds = [(kind, n) for kind, n in work.flops.items() if n]
+    lines = [
+        _term("weights read", gigabytes(work.weight_bytes), rate, least.weights),
+        _term("cache read", gigabytes(work.cache_bytes), rate, least.cache),
+    ]
+    for kind, flops in kinds:
+        speed = flop_rate(target, kind)
+        amount, peak = f"{flops / 1e9:,.2f} GFLOP", f"{speed / 1e12:,.1f} TFLOP/s"
+        lines.append(_term(f"{kind} products", amount, peak, flops / speed))
+    sent = sum(totals["link_bytes"] for totals in step.traffic.by_kind.values())
+    lines.append(_term("links", f"{sent / 1e6:,.2f} MB", "best links", least.links))
+    lines += [
+        f"    {totals['count']:,.0f} {kind}: {totals['bytes'] / 1e6:,.2f} MB of results, "
+        f"{totals['link_bytes'] / 1e6:,.2f} MB sent"
+        for kind, totals in step.traffic.by_kind.items()
+    ]
+    speed = f"at most {step.tokens_per_second:,.0f} tokens/s"
+    terms = "max(weights + cache, products) + links"
+    total = f"at least {least.seconds * 1e3:,.3f} ms = {terms}, most of it {least.limit}; {speed}"
+    return [*lines, f"  {total}"]
+
+
+def _term(name: str, amount: str, rate: str, seconds: float) -> str:
+    return f"  {name:18} {amount:>14} at {rate:>14}  {seconds * 1e3:10.3f} ms"
+
+
+def gigabytes(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:,.2f} GB"
+
+
+def search_json(found: Sequence[Candidate]) -> list[dict[str, Any]]:
+    """Every candidate, cheapest first."""
+    return [
+        {
+            "mesh": candidate.config.mesh.sizes,
+            "quantize": candidate.config.quantize,
+            **{
+                field.name: getattr(candidate, field.name)
+                for field in dataclasses.fields(candidate)
+                if field.name not in ("config", "decode", "plan")
+            },
+            "decode": dataclasses.asdict(candidate.decode),
+            "plan": None if candidate.plan is None else dataclasses.asdict(candidate.plan),
+        }
+        for candidate in found
+    ]
+
+
+SEARCH_HEAD = ["devices", "mesh", "weights", "GB a device", "tokens cached", "rows", "tokens/s"]
+
+
+def search_text(chip: Chip, model: Named, context: int, found: Sequence[Candidate]) -> str:
+    """A line a candidate. Figures are of one replica; tokens/s are the decode step's bound."""
+    head = f"{model.name} on {chip.target.name}, context {context:,}: "
+    if not found:
+        return head + "no mesh of these devices holds it, by arithmetic"
+    lines = []
+    for candidate in found:
+        config, plan = candidate.config, candidate.plan
+        tokens, rows, rate = (
+            candidate.tokens_cached, candidate.rows, candidate.tokens_per_second
+        )  # fmt: skip
+        if plan is not None and plan.fits and plan.decode is not None:
+            tokens, rows = plan.tokens_cached, plan.rows
+            rate = plan.decode.tokens_per_second / config.mesh.data
+        verdict = "by arithmetic"
+        if plan is not None:
+            verdict = "compiled" if plan.fits else f"does not fit: {plan.reason}"
+        lines.append(
+            [
+                str(candidate.num_devices),
+                show_mesh({**config.mesh.sizes, "data": 1}),
+                config.quantize or config.dtype,
+                f"{candidate.weight_bytes / 1e9:,.2f}",
+                f"{tokens:,}",
+                str(rows),
+                f"{rate:,.0f}",
+                verdict,
+            ]
+        )
+    return head + "cheapest first\n" + table([*SEARCH_HEAD, "verdict"], lines)

@@ -1,0 +1,165 @@
+"""The search: which meshes and quantizations of a target hold a model, cheapest first.
+
+By arithmetic first: weights on a device, the pages that they leave room for, and the roofline with
+two sums a layer. What is cheapest by that is compiled, until some fit; the rest of the list is
+arithmetic, and says so. Cheapest: fewest devices for one replica of the engine, then the fastest
+decode step. The other devices of the target are further replicas.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from compile_collectives import Collective
+from compile_steps import StepProgram
+from compile_target import Chip
+
+from jaxinfer.config import EngineConfig, MeshConfig
+from jaxinfer.memory import plan_pages
+from jaxinfer.options import ConfigError
+from jaxinfer.sharding.mesh import MeshError
+from planner.models import Named
+from planner.plans import Plan, decode_load, make_plan, rows_at
+from planner.roofline import Bound, Load, bound, link_seconds, tokens_on_a_device, work_of
+
+# Of a device's memory, for what a step takes beside weights and pages. Compiled presets took 1 to 4
+# percent (docs/scaling.md); the compiler has the last word.
+RESERVE = 0.04
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A mesh and a quantization that fit by arithmetic; per replica."""
+
+    config: EngineConfig
+    num_devices: int
+    weight_bytes: int
+    tokens_cached: int
+    rows: int
+    decode: Bound
+    tokens_per_second: float
+    plan: Plan | None = None  # as compiled
+
+    @property
+    def is_refused(self) -> bool:
+        return self.plan is not None and not self.plan.fits
+
+
+def meshes(num_devices: int) -> Iterator[MeshConfig]:
+    """Every way to give `num_devices` devices to replicas of pipe x seq x expert x tensor."""
+    divisors = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
+    for pipe, seq, expert, tensor in itertools.product(divisors, repeat=4):
+        used = pipe * seq * expert * tensor
+        if num_devices % used == 0:
+            yield MeshConfig(num_devices // used, pipe, seq, expert, tensor)
+
+
+def candidates(
+    chip: Chip,
+    model: Named,
+    config: EngineConfig,
+    quantizations: Sequence[str | None],
+    context: int,
+) -> list[Candidate]:
+    """All that fit by arithmetic, cheapest first."""
+    found = []
+    for mesh in meshes(len(chip.devices)):
+        if mesh.expert > 1 and not _has_experts(model):
+            continue
+        for kind in quantizations:
+            changed = dataclasses.replace(config, mesh=mesh, quantize=kind)
+            try:
+                candidate = by_arithmetic(chip, model, changed, context)
+            except (MeshError, ConfigError):  # does not divide so, or not one page is left
+                continue
+            if candidate is not None:
+                found.append(candidate)
+    return sorted(found, key=lambda c: (c.num_devices, -c.tokens_per_second))
+
+
+def by_arithmetic(chip: Chip, model: Named, config: EngineConfig, context: int) -> Candidate | None:
+    """None where not one request of `context` tokens fits. Raises `MeshError` where the model does
+    not divide, `ConfigError` where not one page fits.
+
+    Two stages' worth of layers are built, the last ones, and the others taken to be as these.
+    """
+    stages, num_layers = config.mesh.pipe, model.config.num_layers
+    if num_layers % stages:
+        raise MeshError(f"{num_layers} layers do not make {stages} stages")
+    one = StepProgram(chip, model.with_layers(stages), config)
+    two = StepProgram(chip, model.with_layers(min(2 * stages, num_layers)), config)
+    more = num_layers // stages - 1
+    of_all = lambda a, b: a + (b - a) * more
+    weight_bytes = of_all(one.weight_bytes, two.weight_bytes)
+    limit = chip.target.limit_bytes
+    pages = plan_pages(
+        config.cache,
+        weight_bytes=weight_bytes,
+        temporary_bytes=int(limit * RESERVE),
+        page_bytes=one.page_bytes * (more + 1),
+        min_tokens=2,
+        max_tokens=config.scheduler.max_rows * one.max_len,
+        limit=limit,
+    )
+    rows = rows_at(one, pages, context)
+    if rows == 0:
+        return None
+    load = decode_load(one, rows, context)
+    bounds = (
+        bound(work_of(p, load), chip.target, layer_sums(p, load, config.mesh.sizes))
+        for p in (one, two)
+    )
+    terms = map(of_all, *map(dataclasses.astuple, bounds))
+    least = Bound(*terms)
+    return Candidate(
+        config,
+        config.mesh.num_devices // config.mesh.data,
+        weight_bytes,
+        pages.num_tokens,
+        rows,
+        least,
+        rows / stages / least.seconds,
+    )
+
+
+def layer_sums(program: StepProgram, load: Load, sizes: Mapping[str, int]) -> float:
+    """Seconds of what tensor parallelism and a pipeline send at the least: two sums a layer of this
+    stage over the devices that share its heads, and one hand-over."""
+    model = program.model
+    layout, config = model.layout, model.local.config
+    tokens = math.ceil(tokens_on_a_device(program, load))
+    size = tokens * config.model_dim * model.local.numerics.dtype.itemsize
+    found = []
+    if (parts := layout.parts("heads")) > 1:
+        found.append(Collective("all-reduce", size, parts, 2 * config.num_layers))
+    if model.num_stages > 1:
+        found.append(Collective("collective-permute", size, model.num_stages))
+    return link_seconds(found, program.chip.target, sizes)
+
+
+def search(
+    chip: Chip,
+    model: Named,
+    config: EngineConfig,
+    quantizations: Sequence[str | None],
+    context: int,
+    num_compiled: int,
+) -> list[Candidate]:
+    """Candidates, cheapest first; compiled, a few layers of each, until `num_compiled` fit."""
+    found = candidates(chip, model, config, quantizations, context)
+    num_fitting = 0
+    for i, candidate in enumerate(found):
+        if num_fitting == num_compiled:
+            break
+        plan = make_plan(StepProgram(chip, model, candidate.config), context, is_whole=False)
+        found[i] = dataclasses.replace(candidate, plan=plan)
+        num_fitting += plan.fits
+    return found
+
+
+def _has_experts(model: Named) -> bool:
+    layers = getattr(model.config, "layers", ())
+    return any(layer.experts is not None for layer in layers)

@@ -1,0 +1,194 @@
+"""What is read of collectives in a compiled program's text: kind, bytes, group, turns, links.
+
+The programs that eight devices really run are counted in tests/test_collectives.py.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
+
+# Scripts are run, not installed; they find each other by their folder.
+counts: Any = importlib.import_module("compile_collectives")
+parse: Any = importlib.import_module("compile_text").parse
+Collective = counts.Collective
+
+GROUPS = "channel_id=1, replica_groups={{0,1,2,3},{4,5,6,7}}, use_global_device_ids=true"
+PAIRS = "source_target_pairs={{0,1},{1,2},{2,3},{3,0},{4,5},{5,6},{6,7},{7,4}}"
+NAME = 'metadata={op_name="jit(f)/block_1/psum"}'
+
+
+def module(*lines: str, loop: str = "", num_devices: int = 8) -> Any:
+    """A program of these instructions, and of a loop of one all-reduce if its attributes are
+    given."""
+    turns = f"  %w = f32[8]{{0}} while(%a), condition=%test, body=%turn{loop}\n" if loop else ""
+    body = "\n".join(f"  {line}" for line in lines)
+    return parse(
+        f"""HloModule jit_f, is_scheduled=true, num_partitions={num_devices}
+
+%add (x: f32[], y: f32[]) -> f32[] {{
+  ROOT %s = f32[] add(%x, %y)
+}}
+
+%turn (t: f32[8]) -> f32[8] {{
+  ROOT %r = f32[8]{{0}} all-reduce(%t), {GROUPS}, to_apply=%add
+}}
+
+%test (t: f32[8]) -> pred[] {{
+  ROOT %c = pred[] constant(false)
+}}
+
+ENTRY %main (a: f32[8]) -> f32[8] {{
+  %a = f32[8]{{0}} parameter(0)
+{turns}{body}
+}}
+"""
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        # Result's type, and what an asynchronous start gives of it.
+        (f"%r = f32[8]{{0}} all-reduce(%a), {GROUPS}, to_apply=%add", ("all-reduce", 32, 4, 48)),
+        (f"%r = f32[8]{{0}} all-reduce-start(%a), {GROUPS}", ("all-reduce", 32, 4, 48)),
+        (
+            f"%r = (f32[8]{{0}}, bf16[2,4]{{1,0}}) all-reduce-start(%a, %b), {GROUPS}",
+            ("all-reduce", 48, 4, 72),
+        ),
+        (f"%r = bf16[32]{{0}} all-gather(%a), {GROUPS}", ("all-gather", 64, 4, 48)),
+        (
+            f"%r = (bf16[8]{{0:T(8,128)(2,1)}}, bf16[32]{{0}}) all-gather-start(%a), {GROUPS}",
+            ("all-gather", 64, 4, 48),
+        ),
+        (
+            "%r = ((s8[8]{0}, f32[1]{0}), (s8[32]{0}, f32[4]{0})) all-gather-start(%a, %b), "
+            f"{GROUPS}",
+            ("all-gather", 48, 4, 36),
+        ),
+        (f"%r = f32[2]{{0}} reduce-scatter(%a), {GROUPS}", ("reduce-scatter", 8, 4, 24)),
+        (
+            f"%r = ((f32[8]{{0}}), f32[2]{{0}}) reduce-scatter-start(%a), {GROUPS}",
+            ("reduce-scatter", 8, 4, 24),
+        ),
+        (
+            f"%r = (f32[2]{{0}}, f32[2]{{0}}, f32[2]{{0}}, f32[2]{{0}}) all-to-all(%a), {GROUPS}",
+            ("all-to-all", 32, 4, 24),
+        ),
+        (
+            f"%r = ((s8[8]{{0}}), s8[8]{{0}}) all-to-all-start(%a), {GROUPS}",
+            ("all-to-all", 8, 4, 6),
+        ),
+        (f"%r = f32[8]{{0}} collective-permute(%a), {PAIRS}", ("collective-permute", 32, 4, 32)),
+        (
+            f"%r = (f32[8]{{0}}, f32[8]{{0}}, u32[]{{:S(2)}}, u32[]{{:S(2)}}) "
+            f"collective-permute-start(%a), {PAIRS}",
+            ("collective-permute", 32, 4, 32),
+        ),
+    ],
+)
+def test_a_collective_is_read_as_xla_writes_it(line, expected):
+    [found] = counts.find(module(f"{line}, {NAME}"))
+    assert (found.kind, found.bytes, found.group_size, found.link_bytes) == expected
+    assert (found.times, found.op_name) == (1, "jit(f)/block_1/psum")
+
+
+@pytest.mark.parametrize(
+    ("groups", "size"),
+    [
+        ("replica_groups={{0,1},{2,3},{4,5},{6,7}}", 2),
+        ("replica_groups=[2,4]<=[8]", 4),
+        ("replica_groups=[4,2]<=[2,4]T(1,0)", 2),
+        ("replica_groups=[1,8]<=[8]", 8),
+        ("replica_groups=mesh['a'=2,'b'=4] {'b'}", 4),
+        ("replica_groups=mesh['a'=2,'b'=4] {'a','b'}", 8),
+        ("replica_groups=mesh['a'=2,'b'=8] {'b':(2)4}", 4),
+        ("replica_groups={}", 8),
+        ("channel_id=1", 8),
+    ],
+)
+def test_the_size_of_a_group_is_read_from_every_form(groups, size):
+    [found] = counts.find(module(f"%r = f32[8]{{0}} all-reduce(%a), {groups}, to_apply=%add"))
+    assert found.group_size == size
+
+
+def test_the_end_of_an_asynchronous_pair_is_not_counted_again():
+    found = counts.collectives(
+        module(
+            f"%s = f32[8]{{0}} all-reduce-start(%a), {GROUPS}, to_apply=%add",
+            "%d = f32[8]{0} all-reduce-done(%s)",
+            f"%g = (f32[8]{{0}}, f32[32]{{0}}) all-gather-start(%d), {GROUPS}",
+            "ROOT %e = f32[32]{0} all-gather-done(%g)",
+        )
+    )
+    assert found == {
+        "all-reduce": {"count": 1, "bytes": 32, "link_bytes": 48},
+        "all-gather": {"count": 1, "bytes": 128, "link_bytes": 96},
+    }
+
+
+@pytest.mark.parametrize(
+    ("loop", "count"),
+    [(', backend_config={"known_trip_count":{"n":"3"}}', 3), (", metadata={}", 1)],
+)
+def test_a_loop_counts_as_often_as_it_is_known_to_turn(loop, count):
+    program = module(loop=loop)
+    assert counts.collectives(program)["all-reduce"] == {
+        "count": count,
+        "bytes": 32 * count,
+        "link_bytes": 48 * count,
+    }
+    assert counts.link_bytes(program) == 48 * count
+
+
+def test_a_loop_that_never_turns_sends_nothing():
+    assert counts.link_bytes(module(loop=', backend_config={"known_trip_count":{"n":"0"}}')) == 0
+
+
+def sums(num: int, *more: str) -> Any:
+    line = "%r.{} = f32[8]{{0}} all-reduce(%a), " + GROUPS.replace("{", "{{").replace("}", "}}")
+    return module(*(line.format(i) for i in range(num)), *more)
+
+
+def test_what_a_step_does_once_is_no_layers():
+    gather = f"%g = f32[32]{{0}} all-gather(%a), {GROUPS}"
+    added = counts.per_layer(sums(5, gather), sums(9, gather), 2)
+    assert added == {"all-reduce": {"count": 2, "bytes": 64, "link_bytes": 96}}
+    assert counts.layer_problems(added) == []
+
+
+def test_a_layer_may_make_its_sums_in_two_halves_or_both_at_once():
+    halves = {kind: {"count": 2.0} for kind in ("reduce-scatter", "all-gather")}
+    assert counts.layer_problems(halves) == []
+    assert counts.layer_problems({"all-reduce": {"count": 1.0}}) == []
+
+
+@pytest.mark.parametrize(
+    ("shallow", "deep", "expected"),
+    [
+        (sums(1), sums(1), "none"),
+        (sums(1), sums(7), "3 all-reduce"),
+        (sums(1), sums(4), "1.5 all-reduce"),
+        (
+            sums(1),
+            sums(5, f"%g = f32[32]{{0}} all-gather(%a), {GROUPS}"),
+            "0.5 all-gather, 2 all-reduce",
+        ),
+    ],
+)
+def test_a_layer_with_other_collectives_than_two_sums_is_a_problem(shallow, deep, expected):
+    [problem] = counts.layer_problems(counts.per_layer(shallow, deep, 2))
+    assert f"a layer adds the collectives {expected};" in problem
+
+
+def test_the_gate_fails_on_such_a_layer():
+    report: Any = importlib.import_module("compile_report")
+    [problem] = counts.layer_problems(counts.per_layer(sums(1), sums(7), 2))
+    row = {"id": "v5e:2x2 preset", "status": "compiled", "collective_problems": [problem]}
+    assert report.problems(row, {}) == [problem]

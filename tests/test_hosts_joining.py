@@ -1,0 +1,141 @@
+"""How processes meet: who is let in, and what is said to those who are not."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import pytest
+
+from jaxinfer import ConfigError
+from jaxinfer.hosts import HostsConfig, HostsError
+from jaxinfer.hosts.joining import admit_all, knock, listen
+from jaxinfer.hosts.links import Link
+
+FACTS = {"jaxinfer": "0.1.0", "jax": "0.10.2"}
+
+
+class Door(NamedTuple):
+    """A process 0 that others knock at."""
+
+    address: tuple[str, int]
+    outcome: Callable[[], Any]
+
+
+@pytest.fixture
+def door() -> Iterator[Callable[..., Door]]:
+    with ThreadPoolExecutor(1) as pool:
+        listener = listen("127.0.0.1", 0)
+
+        def make(num_processes: int, timeout_s: float = 5.0) -> Door:
+            future = pool.submit(admit_all, listener, num_processes, b"k", FACTS, timeout_s)
+            return Door(listener.getsockname()[:2], lambda: future.exception() or future.result())
+
+        yield make
+    listener.close()
+
+
+def join_as(door: Door, process_id: int, num_processes: int, **changes) -> Link:
+    options = {"key": b"k", "facts": FACTS, "timeout_s": 5.0, **changes}
+    return knock(door.address, process_id, num_processes, **options)
+
+
+def both(function: Callable[[], Any]) -> list[Any]:
+    """What it gives, or raises, in two threads at once."""
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(function) for _ in range(2)]
+        return [future.exception() or future.result() for future in futures]
+
+
+def test_two_numbers_of_processes_are_refused_on_both_sides(door):
+    opened = door(2)
+    with pytest.raises(HostsError, match=r"num_processes is 2 in process 0 and 3 in process 1"):
+        join_as(opened, 1, 3)
+    assert "num_processes is 2 in process 0 and 3 in process 1" in str(opened.outcome())
+
+
+def test_other_versions_are_refused_on_both_sides(door):
+    opened = door(2)
+    wanted = r"jax is 0\.10\.2 in process 0 and 0\.12\.0 in process 1"
+    with pytest.raises(HostsError, match=wanted):
+        join_as(opened, 1, 2, facts={**FACTS, "jax": "0.12.0"})
+    assert "jax is 0.10.2 in process 0 and 0.12.0 in process 1" in str(opened.outcome())
+
+
+def test_one_number_for_two_processes_is_refused_by_all(door):
+    opened = door(4)
+    errors = both(lambda: join_as(opened, 1, 4))
+    for error in [*errors, opened.outcome()]:
+        assert "process_id 1 was given to two processes, process 1 (127.0.0.1:" in str(error)
+
+
+def test_a_process_that_nobody_awaits_is_refused(door):
+    opened = door(2)
+    with pytest.raises(HostsError, match="says it is process 5; besides 0 there are 1 to 1"):
+        join_as(opened, 5, 2)
+    assert isinstance(opened.outcome(), HostsError)
+
+
+def test_a_stranger_and_one_with_another_key_are_turned_away_and_the_door_stays_open(door):
+    opened = door(2)
+    with socket.create_connection(opened.address) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\n" + b"\r\n" * 60)
+        with pytest.raises(HostsError, match=r"did not get in .*see what process 0 says"):
+            join_as(opened, 1, 2, key=b"another")
+        link = join_as(opened, 1, 2)
+    [accepted] = opened.outcome()
+    assert accepted.process_id == 1
+    link.connection.close()
+    accepted.connection.close()
+
+
+def test_who_is_missing_is_named(door):
+    opened = door(4, timeout_s=0.5)
+    with pytest.raises(HostsError) as error:
+        join_as(opened, 2, 4)
+    missing = opened.outcome()
+    assert "of 4 processes, 1, 3 did not join process 0 within 0.5 s" in str(missing)
+    assert f"port {opened.address[1]}" in str(missing)
+    assert "of 4 processes, 1, 3 did not join" in str(error.value)
+
+
+def test_a_process_0_that_is_not_there_is_named_by_its_address():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    start = time.monotonic()
+    text = rf"process 1 cannot reach process 0 at 127\.0\.0\.1:{port} after 0\.3 s .*firewall"
+    with pytest.raises(HostsError, match=text):
+        knock(("127.0.0.1", port), 1, 2, key=b"", facts=FACTS, timeout_s=0.3)
+    assert time.monotonic() - start < 2
+
+
+def test_a_port_in_use_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(HostsError, match=f"cannot listen on port {port} .*channel_port"):
+            listen("127.0.0.1", port)
+
+
+def test_bad_options_are_named(tmp_path):
+    good = {"coordinator": "h:1234", "num_processes": 2, "process_id": 1}
+    config = HostsConfig(**good)
+    assert (config.coordinator_host, config.coordinator_port) == ("h", 1234)
+    assert HostsConfig(**{**good, "coordinator": "[::1]:9"}).coordinator_host == "::1"
+    for changes, text in (
+        ({"process_id": 2}, r"process_id is 2 of 2 processes; they are numbered 0 to 1"),
+        ({"coordinator": "h"}, r"coordinator is 'h'; it must be HOST:PORT"),
+        ({"coordinator": "h:65535"}, "port 1 to 65534"),
+        ({"num_processes": None}, "give all three, or none"),
+        ({"silence_s": 0.0}, r"silence_s is 0\.0; it must be at least 0\.1"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            HostsConfig(**{**good, **changes})
+    empty = tmp_path / "key"
+    empty.write_text("\n")
+    with pytest.raises(ConfigError, match="key' is empty"):
+        HostsConfig(channel_key_file=str(empty)).channel_key()
+    with pytest.raises(ConfigError, match="channel_key_file"):
+        HostsConfig(channel_key_file=str(tmp_path / "none")).channel_key()

@@ -1,0 +1,71 @@
+"""Law 7: one device and eight give the same tokens, on every mesh that applies, in every family.
+
+All meshes of one family run; of the others those in which each axis, and each pair of axes that go
+together, occurs. `--all-meshes` runs all of all.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import mesh_bench
+import pytest
+
+CHILD = Path(__file__).parent / "mesh_child.py"
+THOROUGH = "mixtral"  # every axis applies
+CHOSEN = (
+    {"tensor": 8},
+    {"pipe": 4, "tensor": 2},
+    {"seq": 4, "tensor": 2},
+    {"pipe": 2, "seq": 2, "tensor": 2},
+    {"data": 2, "pipe": 2, "tensor": 2},
+    {"data": 2, "seq": 4},
+)
+CHOSEN_WITH_EXPERTS = (
+    {"expert": 8},
+    {"expert": 4, "tensor": 2},
+    {"pipe": 2, "expert": 2, "tensor": 2},
+    {"seq": 2, "expert": 2, "tensor": 2},
+    {"data": 2, "expert": 4},
+)
+
+
+def meshes_to_run(family: str, *, run_all: bool) -> list[dict[str, int]]:
+    if run_all or family == THOROUGH:
+        return list(mesh_bench.meshes(family))
+    return [*CHOSEN, *(CHOSEN_WITH_EXPERTS if family in mesh_bench.WITH_EXPERTS else ())]
+
+
+@pytest.mark.parametrize("family", mesh_bench.FAMILIES)
+def test_tokens_do_not_depend_on_the_mesh(family, request):
+    run_all = request.config.getoption("--all-meshes")
+    texts = [mesh_bench.spelled(mesh) for mesh in meshes_to_run(family, run_all=run_all)]
+    child = subprocess.run(
+        [sys.executable, str(CHILD), family, *texts], capture_output=True, text=True, timeout=1800
+    )
+    assert child.returncode == 0, child.stderr[-3000:]
+    found = json.loads(child.stdout)
+    assert found.keys() == set(texts)
+    wrong = {
+        mesh: (run["mesh"]["tokens"], run["alone"]["tokens"])
+        for mesh, run in found.items()
+        if run["mesh"]["tokens"] != run["alone"]["tokens"]
+    }
+    assert not wrong
+    for run in found.values():  # else less is tested than is said
+        assert run["alone"]["preemptions"] and run["alone"]["shared"] and run["mesh"]["shared"]
+    assert any(run["mesh"]["preemptions"] for run in found.values())
+
+
+def test_all_meshes_of_eight_devices_are_35_and_20():
+    counts = {family: len(list(mesh_bench.meshes(family))) for family in mesh_bench.FAMILIES}
+    assert counts == {"llama": 20, "gpt_neox": 20, "mixtral": 35, "deepseek_v3": 35}
+
+
+@pytest.mark.parametrize("family", mesh_bench.FAMILIES)
+def test_chosen_meshes_are_among_them(family):
+    every = list(mesh_bench.meshes(family))
+    assert all(mesh in every for mesh in meshes_to_run(family, run_all=False))
