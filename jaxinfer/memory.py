@@ -70,7 +70,8 @@ def plan_pages(
     Explicit `num_pages` or `memory_bytes` win; else, on a device with a `limit`, what is left of it
     after weights and temporaries, times (1 - a tenth held back for fragmentation); else
     `memory_fraction` of the host's free memory, which `num_on_host` devices share. Never more than
-    `max_tokens` can use (all rows at full length). Raises `ConfigError` if not even `min_tokens` tokens (one short request) fit.
+    `max_tokens` can use (all rows at full length). Raises `ConfigError` if not even `min_tokens`
+    tokens (one short request) fit.
     """
     most = -(-max_tokens // cache.page_size)
     if cache.num_pages is not None:

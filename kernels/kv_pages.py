@@ -102,14 +102,14 @@ def write_stored(
     place = scale_cell(cell, pages.k.shape[2], fold_of(pages.k.shape[3], tokens.k.shape[2]))
 
     def put(stored, new):
-        return None if stored is None else write_pages(stored, new, page, cell)
+        return write_pages(stored, new, page, cell)
 
     def put_scales(scales, new):
         return None if scales is None else scales.at[page, :, place].set(new, mode="drop")
 
     return KVPages(
         put(pages.k, tokens.k),
-        put(pages.v, tokens.v),
+        None if pages.v is None else put(pages.v, tokens.v),
         put_scales(pages.k_scales, tokens.k_scales),
         put_scales(pages.v_scales, tokens.v_scales),
     )

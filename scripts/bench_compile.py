@@ -102,7 +102,7 @@ def seconds_to_compile(model: FunctionalModel, bucket: int) -> tuple[float, floa
     """CPU seconds to trace and lower the step of `bucket` tokens, and to compile it."""
     jax.clear_caches()
     shape = StepShape.of_bucket(bucket, NUM_ROWS, PAGE_SIZE)
-    weights = tuple(jax.ShapeDtypeStruct(p.shape, p.dtype) for p in model.parameters)
+    weights: Any = tuple(jax.ShapeDtypeStruct(p.shape, p.dtype) for p in model.parameters)
     packed = jax.ShapeDtypeStruct((packed_size(shape),), jnp.int32)
     sizes = StateSizes(PAGE_SIZE, NUM_ROWS, MAX_LEN, model.numerics.dtype, shape)
     program = Program(ShardedModel(model), weights, sizes=sizes)

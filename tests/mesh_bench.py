@@ -79,7 +79,7 @@ def layers_for(mesh: dict[str, int]) -> int:
 def model_of(family: str, num_layers: int) -> FunctionalModel:
     given = COMMON | FAMILIES[family] | {"num_hidden_layers": num_layers}
     config = {key: value for key, value in given.items() if value is not None}
-    row = HF_FAMILIES[config["model_type"]]
+    row = HF_FAMILIES[str(config["model_type"])]
     return FunctionalModel(row, row.config_from_hf(config, {}), Numerics())
 
 

@@ -59,7 +59,7 @@ def test_options_are_honoured_or_refused(tmp_path):
 
     def num_quantized(folder: Path, **options: Any) -> int:
         llm = LLM(str(folder), from_mapping(small | options), show_progress=False)
-        weights = llm.engine.runner.weights
+        weights = llm.engine.weights
         return sum(isinstance(w, Quantized) for w in weights)
 
     assert num_quantized(quantized, weights="packed") == 6 * TINY.num_layers
