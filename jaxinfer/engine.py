@@ -267,8 +267,8 @@ class Engine:
         assert self._begun is not None, "no step is begun"
         start = time.perf_counter()
         self._wait_s = 0.0
-        (plan, started, begin_s), self._begun = self._begun, None
         with self._recovering():
+            (plan, started, begin_s), self._begun = self._begun, None
             if self._in_flight is not None:
                 self._commit(self._in_flight)
             if started is not None and not self.config.overlap:
@@ -294,13 +294,14 @@ class Engine:
             raise
 
     def _recover(self) -> None:
-        """Start over with a fresh cache and the requests that have not ended."""
+        """Start over with a fresh cache and the requests that have not ended. The device's part is
+        last: another Ctrl-C may come out of it, and must find the host's part done."""
         self._in_flight = self._begun = None
-        self.runner.reset_state()
         self.pool.reset()
         for request in [r for r in self._requests.values() if r.is_finished]:
             self._unreported.append(self._end(request, [], ""))
         self.scheduler.reset(list(self._requests.values()))
+        self.runner.reset_state()
 
     def _new_id(self) -> str:
         number = self._num_added

@@ -70,7 +70,7 @@ class Runner:
             sample_tile=CPU_SAMPLE_TILE if on_cpu else None,
         )
         kv_cache.check_layout(self.program.page_size, self.cache_dtype)
-        self.memory = agreed_plan(self._plan_memory(), model, config, max_len)
+        self.memory = agreed_plan(self._plan_memory(), model, weights, config, max_len)
         self._make_state()
         self.table_width = self.program.sizes.table_width
 
@@ -201,7 +201,7 @@ class Runner:
             min_tokens=2,
             max_tokens=self.num_slots * self.max_len,
             limit=limit,
-            num_on_host=self.config.mesh.num_devices,
+            num_on_host=self.config.mesh.num_devices // self.model.peers.num_processes,
         )
 
     def _temporary_bytes(self) -> int:

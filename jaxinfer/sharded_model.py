@@ -46,14 +46,14 @@ class Source(NamedTuple):
 
 
 def layout_of(mesh: MeshConfig) -> Layout:
-    if mesh.num_devices == mesh.data:
-        return ONE_DEVICE
-    return Layout.of(
+    """`MeshError` for options that do not go together, also where there is nothing to split."""
+    layout = Layout.of(
         mesh.sizes,
         whole=frozenset(mesh.whole),
         all_reduce=mesh.all_reduce,
         overlaps=mesh.overlap,
     )
+    return ONE_DEVICE if layout.num_devices == 1 else layout
 
 
 class ShardedModel:

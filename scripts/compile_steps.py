@@ -56,14 +56,15 @@ class StepProgram:
         self.weight_bytes = sum(map(bytes_on_a_device, jax.tree.leaves(self.weights)))
         with self.chip.in_use():
             self.program = self._program()
+            kv_cache.check_layout(self.program.page_size, self.cache_dtype)
             self.page_bytes = kv_cache.page_bytes(
                 self.model.cache, page_size=self.program.page_size, dtype=self.cache_dtype
             )
 
     def with_layers(self, per_stage: int) -> StepProgram:
         """The same with so many layers a stage."""
-        num_layers = min(per_stage * self.model.num_stages, self.num_layers)
-        return StepProgram(self.chip, self.named.with_layers(num_layers), self.config)
+        part = self.named.with_layers(per_stage, self.model.num_stages)
+        return StepProgram(self.chip, part, self.config)
 
     @property
     def cache_dtype(self) -> Any:

@@ -98,11 +98,18 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
     if not MODEL.value or not TARGET.value:
         raise app.UsageError("--model and --target are needed")
+    if SEARCH.value and MESH.value:
+        raise app.UsageError("--search tries every mesh: leave --mesh out, or --search")
     try:
         mesh_sizes(MESH.value)
         quantization(QUANT.value or "none")
         target = load_target(TARGET.value)
-        model = find_model(MODEL.value, load_matrix()["models"])
+        matrix = load_matrix()
+        name = MODEL.value
+        if name in matrix["presets"]:  # its model, and its config unless another is given
+            FLAGS["config"].value = CONFIG.value or name
+            name = matrix["presets"][name]["model"]
+        model = find_model(name, matrix["models"])
         config = engine_config(model, asked())
         need_compiler(target)
         if target.platform == "cpu":

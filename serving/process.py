@@ -167,7 +167,8 @@ class _Server:
             app = build_app(service, config, self._keys, self._health, self._metrics)
             self._startup.app = app
         self._health.set(State.SERVING)
-        self._announce(service.model.name, has_page=config.page and isinstance(engine, Engine))
+        has_page = config.page and not isinstance(engine, Embedder)
+        self._announce(service.model.name, has_page=has_page)
 
     def _announce(self, model_name: str, *, has_page: bool) -> None:
         """The addresses: a line of JSON for programs, one of text for people."""
@@ -193,6 +194,8 @@ class _Server:
         self._signal = number
         if self._health.state is State.STARTING:
             _say(f"{name} while the model was loading: stopping")
+            self._peers.stop()
+            self._peers.close()
             _leave(0)
         num, drain_s = self._loop.num_streams, self._config.drain_s
         _say(f"{name}: draining for at most {drain_s:g} s, {num} under way; again to stop at once")

@@ -27,7 +27,6 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "expert_ffn": ("tensor",),
     "stage": ("pipe",),
     "cell": ("seq",),  # of a page
-    "page": (),
     "choices": (),  # of a router
     "model": (),
     "head_dim": (),
@@ -35,6 +34,7 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "q_latent": (),
     "half": (),
     "position": (),
+    "token_type": (),
     "one": (),
 }
 

@@ -53,8 +53,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption(
         "--all-meshes",
-        action="store_true",
-        help="run every family on every mesh of eight devices (tests/test_meshes.py)",
+        metavar="FAMILY",
+        help="run a family, or `all`, on every mesh of eight devices (tests/test_meshes.py)",
     )
 
 

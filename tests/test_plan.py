@@ -239,7 +239,7 @@ def test_a_pool_for_less_than_one_request_does_not_fit(monkeypatch, compiler):
 
 
 def test_the_search_tries_every_way_to_use_the_devices():
-    found = list(search_module.meshes(4))
+    found = list(search_module.meshes(4, MeshConfig()))
     assert len(found) == len(set(found)) == 1 + 4 + 10  # 1, 2 and 4 devices a replica, four axes
     assert all(mesh.num_devices == 4 for mesh in found)
 

@@ -138,3 +138,17 @@ def test_a_model_that_does_not_divide_is_a_config_error_before_any_weight():
         sharded(model, tensor=2)
     with pytest.raises(ConfigError, match=r"mesh.data is 2: an engine is one replica"):
         sharded_for(model, EngineConfig(mesh=MeshConfig(data=2)))
+
+
+def test_sums_whose_order_depends_on_the_row_are_refused_where_bits_may_not():
+    for mesh in ({"tensor": 2}, {"tensor": 8, "overlap": True}, {"pipe": 4}):
+        from_mapping({"mesh": mesh, "batch_invariant": True})
+    with pytest.raises(ConfigError, match=r"mesh\.expert x mesh\.tensor 4: over"):
+        from_mapping({"mesh": {"expert": 2, "tensor": 2}, "batch_invariant": True})
+
+
+def test_options_are_checked_where_there_is_nothing_to_split():
+    with pytest.raises(MeshError, match="whole names colours"):
+        layout_of(MeshConfig(whole=("colours",)))
+    with pytest.raises(MeshError, match="choose one of the two"):
+        layout_of(MeshConfig(data=2, all_reduce="int8", overlap=True))

@@ -362,7 +362,8 @@ def test_what_is_wrong_with_the_options_is_told_before_the_model_is_opened(tmp_p
 def test_a_missing_package_is_named_with_the_extra_that_has_it():
     script = TESTS.parent / "scripts" / "serve.py"
     code = (
-        "import runpy, sys; sys.modules['uvicorn'] = None; sys.argv = ['serve.py', '--model=/no']; "
+        f"import runpy, sys; sys.path.insert(0, {str(script.parent)!r}); "
+        "sys.modules['uvicorn'] = None; sys.argv = ['serve.py', '--model=/no']; "
         f"runpy.run_path({str(script)!r}, run_name='__main__')"
     )
     done = subprocess.run(

@@ -123,6 +123,8 @@ class _Joined(Peers):
         message = self._next()
         if message.op is Op.BYE:
             raise HostsError(f"process {message.process_id} has left; start all processes again")
+        if message.op is Op.STOP:
+            raise HostsError("process 0 stopped before all were ready; start all processes again")
         if message.op is not op:
             raise HostsError(
                 f"process {message.process_id} is at {message.op.name}, this one at {op.name}: all "

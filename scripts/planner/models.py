@@ -21,13 +21,14 @@ class Named(NamedTuple):
     family: Family
     config: Any
 
-    def with_layers(self, num_layers: int) -> Named:
-        """The same model, of its last so many layers: where layers differ they do at the start, as
-        DeepSeek-V3's first three, which have no experts."""
-        changes: dict[str, Any] = {"num_layers": num_layers}
+    def with_layers(self, per_stage: int, num_stages: int = 1) -> Named:
+        """The same model, of each stage's last so many layers: where layers differ they do at the
+        start, as DeepSeek-V3's first three, which have no experts."""
+        whole = self.config.num_layers // num_stages
+        kept_of_each = range(whole - min(per_stage, whole), whole)
+        kept = [stage * whole + i for stage in range(num_stages) for i in kept_of_each]
+        changes: dict[str, Any] = {"num_layers": len(kept)}
         if hasattr(self.config, "layers"):
-            first = self.config.num_layers - num_layers
-            kept = range(first, self.config.num_layers)
             changes["layers"] = tuple(self.config.layer(i) for i in kept)
         return self._replace(config=dataclasses.replace(self.config, **changes))
 

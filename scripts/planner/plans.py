@@ -66,7 +66,10 @@ def make_plan(program: StepProgram, context: int, *, is_whole: bool) -> Plan:
     depths tell what the other layers send."""
     largest = program.config.buckets[-1]
     part = program.with_layers(DEEP)
-    probe = part.compile(largest, 1)
+    try:
+        probe = part.compile(largest, 1)
+    except jax.errors.JaxRuntimeError as error:
+        return Plan(False, first_reason(error), part.num_layers, {})
     others = others_of(part, probe.memory(), program)
     try:
         pages = plan_of(program, others)

@@ -172,7 +172,7 @@ def _seconds(collective: Collective, target: Target, sizes: Mapping[str, int]) -
     """
     if target.platform != "gpu":
         return collective.link_bytes / slice_rate(target)
-    hosts = hosts_of_a_group(collective.group_size, target, sizes)
+    hosts = hosts_of_a_group(collective.kind, collective.group_size, target, sizes)
     if hosts == 1:
         return collective.link_bytes / target.link_rate
     assert target.network_rate is not None
@@ -195,12 +195,15 @@ def slice_rate(target: Target) -> float:
     return target.link_rate * links / target.devices_per_chip
 
 
-def hosts_of_a_group(group_size: int, target: Target, sizes: Mapping[str, int]) -> int:
+def hosts_of_a_group(kind: str, group_size: int, target: Target, sizes: Mapping[str, int]) -> int:
     """Devices lie host by host, `tensor` innermost: a group over `tensor`, or over `expert` and
-    `tensor`, stays within a host that is large enough; others are spread over all hosts."""
+    `tensor`, stays within a host that is large enough; others are spread over all hosts. Where
+    there are stages or rings, what is handed on is theirs."""
     hosts, per_host = target.shape or (1, 1)
     tensor = sizes.get("tensor", 1)
     inner = (tensor, tensor * sizes.get("expert", 1))
-    if hosts == 1 or (group_size in inner and group_size <= per_host):
+    is_handed_on = kind == "collective-permute" and sizes.get("pipe", 1) * sizes.get("seq", 1) > 1
+    is_inner = group_size in inner and not is_handed_on
+    if hosts == 1 or (is_inner and group_size <= per_host):
         return 1
     return min(group_size, hosts)

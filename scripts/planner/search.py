@@ -48,13 +48,15 @@ class Candidate:
         return self.plan is not None and not self.plan.fits
 
 
-def meshes(num_devices: int) -> Iterator[MeshConfig]:
-    """Every way to give `num_devices` devices to replicas of pipe x seq x expert x tensor."""
+def meshes(num_devices: int, asked: MeshConfig) -> Iterator[MeshConfig]:
+    """Every way to give `num_devices` devices to replicas of pipe x seq x expert x tensor; what is
+    `asked` besides sizes stays."""
     divisors = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
     for pipe, seq, expert, tensor in itertools.product(divisors, repeat=4):
         used = pipe * seq * expert * tensor
         if num_devices % used == 0:
-            yield MeshConfig(num_devices // used, pipe, seq, expert, tensor)
+            sizes = {"pipe": pipe, "seq": seq, "expert": expert, "tensor": tensor}
+            yield dataclasses.replace(asked, data=num_devices // used, **sizes)
 
 
 def candidates(
@@ -66,12 +68,12 @@ def candidates(
 ) -> list[Candidate]:
     """All that fit by arithmetic, cheapest first."""
     found = []
-    for mesh in meshes(len(chip.devices)):
+    for mesh in meshes(len(chip.devices), config.mesh):
         if mesh.expert > 1 and not _has_experts(model):
             continue
         for kind in quantizations:
-            changed = dataclasses.replace(config, mesh=mesh, quantize=kind)
             try:
+                changed = dataclasses.replace(config, mesh=mesh, quantize=kind)
                 candidate = by_arithmetic(chip, model, changed, context)
             except (MeshError, ConfigError):  # does not divide so, or not one page is left
                 continue
@@ -89,8 +91,8 @@ def by_arithmetic(chip: Chip, model: Named, config: EngineConfig, context: int) 
     stages, num_layers = config.mesh.pipe, model.config.num_layers
     if num_layers % stages:
         raise MeshError(f"{num_layers} layers do not make {stages} stages")
-    one = StepProgram(chip, model.with_layers(stages), config)
-    two = StepProgram(chip, model.with_layers(min(2 * stages, num_layers)), config)
+    one = StepProgram(chip, model.with_layers(1, stages), config)
+    two = StepProgram(chip, model.with_layers(2, stages), config)
     more = num_layers // stages - 1
     of_all = lambda a, b: a + (b - a) * more
     weight_bytes = of_all(one.weight_bytes, two.weight_bytes)
