@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import socket
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -287,7 +288,29 @@ def test_an_error_of_one_is_told_to_all(group):
     assert "ended: ValueError: layer 3 is missing" in members[2].losses[0]
 
 
-def test_a_call_that_process_0_breaks_off_ends_all(group):
+def test_a_collective_that_breaks_is_laid_to_the_one_who_left(group):
+    leader, follower = group()
+    [link] = follower.peers.watch.links
+    with pytest.raises(RuntimeError, match="gloo"), leader.peers.call(Op.STEP, 1, PLAN):
+        threading.Timer(0.2, link.connection.shutdown, (socket.SHUT_RDWR,)).start()
+        raise RuntimeError("gloo: connection reset by peer")
+    assert "process 1 (127.0.0.1:" in leader.losses[0] and len(leader.losses) == 1
+    assert "is lost: its connection closed" in leader.losses[0]
+
+
+def test_a_connection_is_closed_whoever_notices_it(group, monkeypatch):
+    leader, _ = group()
+
+    def broken(*args, **options) -> None:
+        raise BrokenPipeError("Broken pipe")
+
+    monkeypatch.setattr(leader.peers.watch.links[0], "send", broken)
+    with pytest.raises(HostsError, match="is lost: its connection closed"):
+        leader.peers.stop()
+
+
+def test_a_call_that_process_0_breaks_off_ends_all(group, monkeypatch):
+    monkeypatch.setattr("jaxinfer.hosts.links.EXPLAIN_S", 0.0)
     leader, follower = group()
     with pytest.raises(MemoryError), leader.peers.call(Op.STEP, 1, PLAN):
         raise MemoryError("a page too many")
@@ -308,7 +331,7 @@ def test_ctrl_c_waits_for_the_end_of_a_call(group):
 
 
 def test_an_error_of_a_device_names_the_process(group, monkeypatch):
-    monkeypatch.setattr("jaxinfer.hosts.following.EXPLAIN_S", 0.0)
+    monkeypatch.setattr("jaxinfer.hosts.links.EXPLAIN_S", 0.0)
     leader, follower = group()
     runner = FakeRunner(follower.peers)
 

@@ -13,7 +13,8 @@ import pytest
 from jaxinfer import ConfigError
 from jaxinfer.hosts import HostsConfig, HostsError
 from jaxinfer.hosts.joining import admit_all, knock, listen
-from jaxinfer.hosts.links import Link
+from jaxinfer.hosts.links import Link, Watch
+from jaxinfer.hosts.messages import Op, frame, pack_json
 
 FACTS = {"jaxinfer": "0.1.0", "jax": "0.10.2"}
 
@@ -90,6 +91,28 @@ def test_a_stranger_and_one_with_another_key_are_turned_away_and_the_door_stays_
     assert accepted.process_id == 1
     link.connection.close()
     accepted.connection.close()
+
+
+def test_one_that_proves_nothing_is_not_let_in_whatever_it_says(door):
+    opened = door(2, timeout_s=1.0)
+    with socket.create_connection(opened.address) as stranger:
+        hello = {"process_id": 1, "num_processes": 2, "facts": FACTS}
+        stranger.sendall(bytes(64) + frame(Op.HELLO, pack_json(hello)))
+        assert "1 did not join" in str(opened.outcome())
+
+
+def test_what_comes_with_the_answer_is_not_lost():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ours = socket.create_connection(server.getsockname())
+        theirs, _ = server.accept()
+    theirs.sendall(frame(Op.START) + frame(Op.GO))
+    link = Link(ours, 0, "here", 5.0)
+    assert link.receive(time.monotonic() + 5.0).op is Op.START
+    watch = Watch([link], 10.0)
+    watch.start()
+    assert watch.inbox.get(timeout=5.0).op is Op.GO
+    watch.close(timeout_s=0.1)
+    theirs.close()
 
 
 def test_who_is_missing_is_named(door):

@@ -6,7 +6,6 @@ import collections
 import os
 import signal
 import sys
-import time
 from typing import Any
 
 import jax
@@ -16,7 +15,6 @@ from jaxinfer.hosts.messages import Op
 from jaxinfer.hosts.peers import Follower, Peers
 
 UNDER_WAY = 2  # steps: process 0 starts the next one before it reads the last one's tokens
-EXPLAIN_S = 2.0  # a collective that breaks has a reason, which the watch is about to tell
 
 
 def follow(runner: Any, peers: Peers) -> None:
@@ -41,7 +39,7 @@ def follow(runner: Any, peers: Peers) -> None:
     except HostsError:
         raise
     except Exception as error:
-        time.sleep(EXPLAIN_S)
+        peers.watch.explain()
         raise HostsError(
             f"process {peers.process_id} failed in a call of process 0: {error}"
         ) from error

@@ -18,6 +18,8 @@ from jaxinfer.hosts.messages import Message, Op, frame, take_frames
 EXIT_LOST = 70  # EX_SOFTWARE of sysexits.h: a supervisor should start all processes again
 BEATS = 5  # a process says so often, in the time that would make it a lost one, that it is there
 TELL_S = 0.5  # for the others to take the news of a loss
+EXPLAIN_S = 2.0  # a collective that breaks has a reason, which the watch is about to tell
+CLOSED = "its connection closed (it ended, or was killed)"
 READ_BYTES = 2**18
 
 
@@ -89,6 +91,7 @@ class Watch:
         self._silence_s = silence_s
         self._is_closing = False
         self._losing = threading.Lock()
+        self._has_failed = threading.Event()
         self._open = set(self.links)
         self._thread = threading.Thread(target=self._run, name="hosts", daemon=True)
 
@@ -104,13 +107,17 @@ class Watch:
             try:
                 link.send(op, payload)
             except OSError as error:
-                self.lose(link, f"nothing can be sent to it ({error})")
+                self.lose(link, _why_unsent(error))
         self.check()
 
     def check(self) -> None:
         """Raise the `HostsError` of a process that is lost."""
         if self.failure is not None:
             raise HostsError(self.failure)
+
+    def explain(self) -> None:
+        """Return when a process is lost, or after `EXPLAIN_S`: for an error that this may be of."""
+        self._has_failed.wait(EXPLAIN_S)
 
     def fail(self, text: str) -> None:
         """End all processes for a reason of this one; as a loss, but `on_lost` gets `text`."""
@@ -158,7 +165,7 @@ class Watch:
             return False
         if messages is None:
             if not link.has_left and not self._is_closing:
-                self.lose(link, "its connection closed (it ended, or was killed)")
+                self.lose(link, CLOSED)
             return False
         self._take(link, messages)
         return True
@@ -186,7 +193,7 @@ class Watch:
             try:
                 link.send(Op.BEAT, waits=False)
             except OSError as error:
-                self.lose(link, f"nothing can be sent to it ({error})")
+                self.lose(link, _why_unsent(error))
 
     def _end(self, text: str, about: Link | None) -> None:
         with self._losing:  # until the process ends: who else notices waits here
@@ -200,7 +207,13 @@ class Watch:
                     link.send(Op.FAILED, text.encode(), waits=False)
             self.on_lost(text)
             self.failure = text
+            self._has_failed.set()
         self.inbox.put(Message(Op.FAILED, b"", self.links[0].process_id))  # for who waits there
+
+
+def _why_unsent(error: OSError) -> str:
+    is_closed = isinstance(error, ConnectionError)  # noticed here before the watch reads it
+    return CLOSED if is_closed else f"nothing can be sent to it ({error})"
 
 
 def end_process(text: str) -> None:

@@ -163,7 +163,9 @@ class Leader(_Joined):
             try:
                 yield
             except BaseException as error:
-                # The others have made the call, or will, and then wait for this process.
+                # The others have made the call, or will, and then wait for this process. Where one
+                # of them is gone, that is what is said.
+                self.watch.explain()
                 self.watch.fail(f"process 0 failed in a call that the others make: {error!r}")
                 raise
             if op is Op.STEP and self._num_steps % self._check_steps == 0:
