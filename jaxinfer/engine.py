@@ -27,7 +27,7 @@ from jaxinfer.numerics import check_numerics, check_weights
 from jaxinfer.pages import PagePool, root_key
 from jaxinfer.policies import POLICIES
 from jaxinfer.reports import Reports
-from jaxinfer.request import FinishReason, Request, sample_ids
+from jaxinfer.request import FinishReason, Request, new_id, sample_ids
 from jaxinfer.runner import Runner
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.sampling_slots import pack
@@ -191,7 +191,7 @@ class Engine:
         has changed.
         """
         params = params or SamplingParams()
-        base_id = request_id if request_id is not None else self._new_id()
+        base_id = request_id if request_id is not None else new_id(self._num_added, self._requests)
         names = sample_ids(base_id, params.n)
         check_ids(names, self._requests)
         max_len, bad_word_ids = self.check(prompt_token_ids, params, priority=priority)
@@ -302,12 +302,6 @@ class Engine:
             self._unreported.append(self._end(request, [], ""))
         self.scheduler.reset(list(self._requests.values()))
         self.runner.reset_state()
-
-    def _new_id(self) -> str:
-        number = self._num_added
-        while f"request-{number}" in self._requests:
-            number += 1
-        return f"request-{number}"
 
     def _start(self, request: Request) -> None:
         self._requests[request.id] = request

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from typing import Any
 
@@ -35,6 +36,11 @@ def device_limit(device: Any) -> int | None:
     """Bytes of memory that the device's allocator may hand out; None where it does not say."""
     stats = device.memory_stats()
     return int(stats["bytes_limit"]) if stats and stats.get("bytes_limit") else None
+
+
+def bytes_on_a_device(array: Any) -> int:
+    """Of an array, or of a shape that says how it lies: what each device of it holds."""
+    return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
 
 
 def free_host_bytes() -> int:

@@ -31,7 +31,7 @@ from jaxinfer.config import EngineConfig
 from jaxinfer.engine import Engine, Update
 from jaxinfer.loading.placement import tree_shardings
 from jaxinfer.models.functional import Weights
-from jaxinfer.request import FinishReason, Request, sample_ids
+from jaxinfer.request import FinishReason, Request, new_id, sample_ids
 from jaxinfer.routing import Router
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.sharded_model import ShardedModel
@@ -127,7 +127,7 @@ class Replicas:
         """`Engine.add`, on the replica with the fewest tokens ahead; all samples of a prompt go to
         one, where they share its pages."""
         params = params or SamplingParams()
-        base_id = request_id if request_id is not None else self._new_id()
+        base_id = request_id if request_id is not None else new_id(self._num_added, self._requests)
         check_ids(sample_ids(base_id, params.n), self._requests)
         max_len, _ = self.check(prompt_token_ids, params, priority=priority)
         if params.seed is None:
@@ -211,12 +211,6 @@ class Replicas:
             sum(step.wait_s for step in ended),
         )
         return updates
-
-    def _new_id(self) -> str:
-        number = self._num_added
-        while f"request-{number}" in self._requests:
-            number += 1
-        return f"request-{number}"
 
     def _prompt_lens(
         self, prompt_token_ids: Sequence[int], params: SamplingParams, max_len: int, salt: str

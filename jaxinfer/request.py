@@ -8,7 +8,7 @@ reads it). Every step, computed catches up with known. Nobody else subtracts the
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Container, Sequence
 from typing import NamedTuple
 
 from jaxinfer.sampling_params import SamplingParams
@@ -31,6 +31,13 @@ class TokenLogprobs(NamedTuple):
 def sample_ids(request_id: str, num_samples: int) -> list[str]:
     """The ids of a prompt's samples; the first has the prompt's own."""
     return [request_id if i == 0 else f"{request_id}#{i}" for i in range(num_samples)]
+
+
+def new_id(number: int, taken: Container[str]) -> str:
+    """An id for a request without one: of its `number`, or the next that is not `taken`."""
+    while f"request-{number}" in taken:
+        number += 1
+    return f"request-{number}"
 
 
 class Request:

@@ -7,7 +7,6 @@ and counted.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -26,7 +25,7 @@ from jaxinfer.hosts.facts import agreed_plan
 from jaxinfer.hosts.messages import Op
 from jaxinfer.kernels.dispatch import platform
 from jaxinfer.kernels.paged_attention.api import INVARIANT_TILE
-from jaxinfer.memory import MemoryPlan, device_limit, plan_pages
+from jaxinfer.memory import MemoryPlan, bytes_on_a_device, device_limit, plan_pages
 from jaxinfer.models.functional import Weights
 from jaxinfer.scheduler import Plan
 from jaxinfer.sharded_model import ShardedModel
@@ -195,7 +194,7 @@ class Runner:
         )
         return plan_pages(
             cache,
-            weight_bytes=sum(map(_bytes_on_a_device, jax.tree.leaves(self.weights))),
+            weight_bytes=sum(map(bytes_on_a_device, jax.tree.leaves(self.weights))),
             temporary_bytes=0 if limit is None else self._temporary_bytes(),
             page_bytes=page_bytes,
             min_tokens=2,
@@ -211,7 +210,3 @@ class Runner:
         compiled = compile_program(self._lower_step(state, shape))
         analysis = compiled.memory_analysis()
         return int(analysis.temp_size_in_bytes + analysis.output_size_in_bytes)
-
-
-def _bytes_on_a_device(leaf: jax.Array) -> int:
-    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -19,7 +18,7 @@ from jaxinfer.batch import StepShape, packed_size
 from jaxinfer.compiling import compiler_options
 from jaxinfer.config import EngineConfig, MeshConfig, load_config
 from jaxinfer.engine_state import Program, StateSizes
-from jaxinfer.memory import MemoryPlan, plan_pages
+from jaxinfer.memory import MemoryPlan, bytes_on_a_device, plan_pages
 from jaxinfer.models.functional import FunctionalModel
 from jaxinfer.nn.layers import Numerics
 from jaxinfer.sharded_model import ShardedModel, layout_of
@@ -105,11 +104,6 @@ class StepProgram:
         arguments, static = self._call(bucket, FEW_PAGES)
         bare = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)  # not the chip's: no kernels of its
         return _num_operators(step.step.trace(*jax.tree.map(bare, arguments), **static).jaxpr.jaxpr)
-
-
-def bytes_on_a_device(leaf: jax.ShapeDtypeStruct) -> int:
-    assert leaf.sharding is not None
-    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
 
 def check_step(chip: Chip, preset: str, model: Named, *, is_whole: bool) -> dict[str, Any]:

@@ -6,14 +6,11 @@ A process with eight CPU devices computes (tests/collectives_child.py); here is 
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from child_process import findings
 
 from jaxinfer.sharding.mesh import MeshError
 from jaxinfer.sharding.rules import Layout
@@ -24,16 +21,8 @@ CASES = ["2", "4", "8", "bfloat16", "padded"]
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT)],
-        env={**os.environ, **flags},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    return findings(SCRIPT, timeout_s=240, **flags)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from child_process import findings
 
 from jaxinfer.nn.experts import Experts, ExpertsConfig, RouterConfig
 from jaxinfer.nn.layers import Numerics
@@ -27,15 +24,7 @@ ROUNDING = 1e-6
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     """What a process with eight devices found; see tests/expert_parallel_child.py."""
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT)],
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return findings(SCRIPT)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen", "deepseek", "gpt-oss"])

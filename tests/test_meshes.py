@@ -6,13 +6,11 @@ Those meshes run in which each axis, and each pair of axes that go together, occ
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import mesh_bench
 import pytest
+from child_process import findings
 
 CHILD = Path(__file__).parent / "mesh_child.py"
 HALVES = (0, 1)  # of a family's meshes, for two processes
@@ -47,11 +45,7 @@ def test_tokens_do_not_depend_on_the_mesh(family, half, request):
     meshes.sort(key=mesh_bench.layers_for)  # one run on one device for each number of layers
     size = -(-len(meshes) // len(HALVES))
     texts = [mesh_bench.spelled(mesh) for mesh in meshes[half * size : (half + 1) * size]]
-    child = subprocess.run(
-        [sys.executable, str(CHILD), family, *texts], capture_output=True, text=True, timeout=1800
-    )
-    assert child.returncode == 0, child.stderr[-3000:]
-    found = json.loads(child.stdout)
+    found = findings(CHILD, family, *texts, timeout_s=1800)
     assert found.keys() == set(texts)
     wrong = {
         mesh: (run["mesh"]["tokens"], run["alone"]["tokens"])

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from child_process import findings
 
 CHILD = Path(__file__).parent / "pipeline_child.py"
 STAGES = 4
@@ -15,11 +13,7 @@ STAGES = 4
 
 @pytest.fixture(scope="module")
 def found():
-    child = subprocess.run(
-        [sys.executable, str(CHILD)], capture_output=True, text=True, timeout=600
-    )
-    assert child.returncode == 0, child.stderr[-3000:]
-    return json.loads(child.stdout)
+    return findings(CHILD)
 
 
 def test_16_micro_batches_take_16_and_3_ticks(found):

@@ -7,16 +7,14 @@ spent. Real devices are in `replicas_child.py`.
 from __future__ import annotations
 
 import dataclasses
-import json
 import random
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from child_process import findings
 from fake_device import MAX_LEN, VOCAB_SIZE, expected_output, fake_engine
 
 from jaxinfer import FinishReason, InvalidRequestError, SamplingParams
@@ -338,14 +336,7 @@ def test_a_long_step_of_one_replica_holds_up_no_other():
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict[str, Any]:
     """What a process with four devices found, by mesh; see replicas_child.py."""
-    child = subprocess.run(
-        [sys.executable, str(CHILD), str(tmp_path_factory.mktemp("replicas"))],
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert child.returncode == 0, child.stderr[-3000:]
-    return json.loads(child.stdout)
+    return findings(CHILD, str(tmp_path_factory.mktemp("replicas")))
 
 
 @pytest.mark.parametrize(

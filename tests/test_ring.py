@@ -3,15 +3,12 @@ memory that follows a device's own tokens."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from child_process import findings
 
 from jaxinfer.sharding.ring import PAIRS
 from jaxinfer.sharding.rules import Layout
@@ -26,15 +23,7 @@ TOGETHER = ["together on 2, all", "together on 8, quantized"]
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     """What a process with eight devices found; see tests/sequence_child.py."""
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT)],
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return findings(SCRIPT, timeout_s=400)
 
 
 @pytest.mark.parametrize("case", RING)

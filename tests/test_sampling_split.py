@@ -5,16 +5,13 @@ What is compared, and how, is in tests/split_sampling_child.py.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from child_process import findings
 from sampling_batch import R
 
 from jaxinfer.sampling_draw import NUM_CANDIDATES, NUM_LIMBS
@@ -36,15 +33,7 @@ CASES = [
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     """What a process with eight devices found."""
-    done = subprocess.run(
-        [sys.executable, str(CHILD)],
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return findings(CHILD, JAX_NUM_CPU_DEVICES="8")
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from child_process import findings
 
 from jaxinfer import EngineConfig, kv_cache
 from jaxinfer.config import MeshConfig, SchedulerConfig
@@ -23,15 +20,7 @@ SCRIPT = Path(__file__).parent / "sequence_engine_child.py"
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     """What a process with eight devices found; see tests/sequence_engine_child.py."""
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT)],
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return findings(SCRIPT, timeout_s=500)
 
 
 def test_tokens_are_those_of_one_device(found):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from child_process import findings
 
 from jaxinfer.kernels.quantized_matmul import QuantArray, quantize
 from jaxinfer.kernels.quantized_matmul.quant_array import unpack
@@ -28,14 +26,7 @@ HOW = ("float", "int8", "int4", "w8a8", "packed")
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict[str, Any]:
     """What a process with eight devices found; see tests/sharded_loading_child.py."""
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(tmp_path_factory.mktemp("eight"))],
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return findings(SCRIPT, str(tmp_path_factory.mktemp("eight")))
 
 
 @pytest.mark.parametrize("how", HOW)

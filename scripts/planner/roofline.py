@@ -27,8 +27,9 @@ from typing import Any
 import jax
 from compile_collectives import Collective
 from compile_matrix import Target
-from compile_steps import StepProgram, bytes_on_a_device
+from compile_steps import StepProgram
 
+from jaxinfer.memory import bytes_on_a_device
 from jaxinfer.models.functional import ParameterSpec
 from jaxinfer.nn.quantized import QuantPair, QuantWeight
 from jaxinfer.sharding.zigzag import TokenSplit

@@ -1,0 +1,23 @@
+"""Tests that need several devices: JAX fixes their number in a process, so a child has them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def findings(script: Path, *arguments: str, timeout_s: float = 600, **environment: str) -> Any:
+    """What a script of this folder prints as JSON; it runs on the CPU, and must end well."""
+    done = subprocess.run(
+        [sys.executable, str(script), *arguments],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
