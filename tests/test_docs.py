@@ -43,6 +43,8 @@ def test_every_command_in_the_documents_runs(block, tmp_path):
     wanted = [line for line in lines if line and not any(skip in line for skip in NOT_HERE)]
     if not wanted:
         return
+    bare = [line for line in wanted if line.startswith("python")]
+    assert not bare, f"{bare} runs on whatever `python` is first on the PATH: say .venv/bin/python"
     script = "\n".join(wanted).replace("scripts/", f"{ROOT}/scripts/")
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", in_this_environment(script)],
