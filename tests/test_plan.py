@@ -21,6 +21,7 @@ import pytest
 from tiny_plans import LLAMA, MIXTRAL, chip, compile_matrix, compile_steps, models, options, program
 
 from jaxinfer.config import MeshConfig
+from jaxinfer.loading.demo import demo_model_path
 from jaxinfer.sharding.mesh import MeshError
 
 plans: Any = importlib.import_module("planner.plans")
@@ -92,6 +93,45 @@ def test_a_model_is_one_of_the_matrix_or_a_checkpoints_configuration(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "walrus"}')
     with pytest.raises(ValueError, match="walrus"):
         models.find_model(str(tmp_path), tables)
+
+
+@pytest.mark.parametrize(
+    ("stored", "recipe"),
+    [
+        (None, None),
+        ({"quant_method": "gptq", "bits": 4}, "int4"),
+        ({"quant_method": "gptq", "bits": 8}, "int8"),
+        ({"quant_method": "awq", "w_bit": 4}, "int4"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "float8"),
+        ({"quant_method": "mxfp4"}, "int8"),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {
+                    "group_0": {
+                        "weights": {"type": "float", "num_bits": 8},
+                        "input_activations": {"type": "float", "num_bits": 8},
+                    }
+                },
+            },
+            "float8_w8a8",
+        ),
+        ({"quant_method": "compressed-tensors", "config_groups": {}}, None),
+    ],
+)
+def test_a_quantized_checkpoint_is_planned_as_such_unless_told_otherwise(tmp_path, stored, recipe):
+    keys = LLAMA if stored is None else LLAMA | {"quantization_config": stored}
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    model = models.find_model(str(tmp_path), {})
+    assert options.engine_config(model, options.Asked()).quantize == recipe
+    assert options.engine_config(model, options.Asked(quant="none")).quantize is None
+    assert options.engine_config(model, options.Asked(quant="int8")).quantize == "int8"
+
+
+def test_a_gguf_file_is_planned_by_the_bytes_of_its_weights():
+    model = models.find_model(str(demo_model_path()), {})
+    assert model.stored == models.Stored("gguf", "int4")
+    assert options.engine_config(model, options.Asked()).quantize == "int4"
 
 
 def test_the_last_layers_stand_for_the_others():

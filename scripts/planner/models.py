@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxinfer.loading import CheckpointError, open_checkpoint
+from jaxinfer.loading import Checkpoint, CheckpointError, open_checkpoint
 from jaxinfer.loading.assign import functional_model
 from jaxinfer.models import HF_FAMILIES
 from jaxinfer.models.family import Family
 from jaxinfer.nn.layers import Numerics
 
+# Of GGUF files: up to so many bytes a weight are nearer to int4's 0.53 than to int8's 1.0.
+MOST_INT4_BYTES = 0.8
+
+
+class Stored(NamedTuple):
+    """How a checkpoint's products are quantized: its own word, and the engine's recipe that takes
+    about as many bytes."""
+
+    method: str
+    recipe: str
+
 
 class Named(NamedTuple):
-    """A model's family and its configuration, which is all that a plan needs."""
+    """A model's family and its configuration, which is all that a plan needs; `stored` where its
+    checkpoint is quantized."""
 
     name: str
     family: Family
     config: Any
+    stored: Stored | None = None
 
     def with_layers(self, per_stage: int, num_stages: int = 1) -> Named:
         """The same model, of each stage's last so many layers: where layers differ they do at the
@@ -51,7 +65,41 @@ def find_model(name: str, tables: Mapping[str, Mapping[str, Any]]) -> Named:
             "a config.json, a .gguf file or a hub id (organisation/name)"
         )
     try:
-        model = functional_model(open_checkpoint(name, needs_weights=False), Numerics())
+        checkpoint = open_checkpoint(name, needs_weights=False)
+        model = functional_model(checkpoint, Numerics())
     except CheckpointError as error:
         raise ValueError(str(error)) from error
-    return Named(name, model.family, model.config)
+    return Named(name, model.family, model.config, stored_as(checkpoint))
+
+
+def stored_as(checkpoint: Checkpoint) -> Stored | None:
+    """By the tensors of a .gguf file, else by config.json's `quantization_config`; None where
+    weights are plain numbers, or of a method that the engine would refuse."""
+    if checkpoint.format == "gguf":
+        packed = [tensor for tensor in checkpoint.tensors.values() if tensor.is_packable]
+        if not packed:
+            return None
+        num_weights = sum(math.prod(tensor.shape) for tensor in packed)
+        is_int4 = sum(tensor.nbytes for tensor in packed) <= MOST_INT4_BYTES * num_weights
+        return Stored("gguf", "int4" if is_int4 else "int8")
+    config = checkpoint.metadata.get("quantization_config") or {}
+    match config:
+        case {"quant_method": ("awq" | "gptq") as method}:
+            bits = config.get("bits", config.get("w_bit", 4))
+            return Stored(method, "int4" if bits == 4 else "int8")
+        case {"quant_method": "mxfp4"}:  # its products are of int8
+            return Stored("mxfp4", "int8")
+        case {"quant_method": "fp8"}:
+            return Stored("fp8", "float8")
+        case {"quant_method": "compressed-tensors", "config_groups": {**groups}} if groups:
+            return Stored("compressed-tensors", _recipe_of(next(iter(groups.values()))))
+    return None
+
+
+def _recipe_of(group: Mapping[str, Any]) -> str:
+    """Of the first of compressed-tensors' groups, which is of most layers."""
+    weights = group.get("weights") or {}
+    if weights.get("num_bits") == 4:
+        return "int4"
+    kind = "float8" if weights.get("type") == "float" else "int8"
+    return f"{kind}_w8a8" if group.get("input_activations") else kind

@@ -57,6 +57,8 @@ def engine_config(model: Named, asked: Asked) -> EngineConfig:
         changes["mesh"] = dict.fromkeys(AXES, 1) | mesh_sizes(asked.mesh)
     if asked.quant is not None:
         changes["quantize"] = quantization(asked.quant)
+    elif model.stored is not None and keys.get("weights") != "dequantized":
+        changes["quantize"] = keys.get("quantize") or model.stored.recipe
     if keys.get("dtype", "auto") == "auto":
         changes["dtype"] = "bfloat16"
     return from_mapping(merge(merge(keys, changes), parse_overrides(asked.overrides)))

@@ -47,6 +47,9 @@ def as_text(program: StepProgram, context: int, plan: Plan) -> str:
         f"{program.named.name} on {target.name}: {show_mesh(config.mesh.sizes)}, "
         f"{config.quantize or config.dtype}, context {context:,}"
     ]
+    stored = program.named.stored
+    if stored is not None and config.quantize is not None:
+        lines.append(f"  its {stored.method} weights are planned as {config.quantize}")
     if plan.memory:
         lines += _memory(program, plan)
     if not plan.fits:
