@@ -71,13 +71,15 @@ def cells_of_part(page_size: int, layout: Layout) -> int:
     return page_size // parts
 
 
-def check_layout(page_size: int, dtype) -> None:
-    """Raises `ConfigError` for pages that the platform would copy at every step."""
-    if platform() == "tpu" and is_quantized(dtype) and page_size % LANES:
+def check_layout(page_size: int, dtype, parts: int = 1) -> None:
+    """Raises `ConfigError` for pages, each over so many devices in `parts`, that the platform
+    would copy at every step."""
+    if platform() == "tpu" and is_quantized(dtype) and page_size % (LANES * parts):
+        of_seq = f", over mesh.seq {parts}" if parts > 1 else ""
         raise ConfigError(
-            f"cache.dtype is {jnp.dtype(dtype).name} and cache.page_size {page_size}: on a TPU it "
-            f"must be a multiple of {LANES}, or XLA lays out the pages' scales otherwise than the "
-            "kernel reads them, and copies all of them in every layer"
+            f"cache.dtype is {jnp.dtype(dtype).name} and cache.page_size {page_size}{of_seq}: on a "
+            f"TPU it must be a multiple of {LANES * parts}, or XLA lays out the pages' scales "
+            "otherwise than the kernel reads them, and copies all of them in every layer"
         )
 
 

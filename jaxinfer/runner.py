@@ -68,7 +68,8 @@ class Runner:
             ),
             sample_tile=CPU_SAMPLE_TILE if on_cpu else None,
         )
-        kv_cache.check_layout(self.program.page_size, self.cache_dtype)
+        parts = model.layout.parts("cell")
+        kv_cache.check_layout(config.cache.page_size, self.cache_dtype, parts)
         self.memory = agreed_plan(self._plan_memory(), model, weights, config, max_len)
         self._make_state()
         self.table_width = self.program.sizes.table_width

@@ -55,7 +55,8 @@ class StepProgram:
         self.weight_bytes = sum(map(bytes_on_a_device, jax.tree.leaves(self.weights)))
         with self.chip.in_use():
             self.program = self._program()
-            kv_cache.check_layout(self.program.page_size, self.cache_dtype)
+            parts = layout.parts("cell")
+            kv_cache.check_layout(config.cache.page_size, self.cache_dtype, parts)
             self.page_bytes = kv_cache.page_bytes(
                 self.model.cache, page_size=self.program.page_size, dtype=self.cache_dtype
             )

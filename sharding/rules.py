@@ -69,6 +69,13 @@ class Layout:
                 f"mesh.all_reduce = {self.all_reduce!r} with mesh.overlap = true: a sum that is "
                 "made hop by hop beside its product is exact; choose one of the two"
             )
+        is_summed = self.size("expert") * self.size("tensor") > 1
+        if not is_summed and (self.overlaps or self.all_reduce != "exact"):
+            option = "overlap = true" if self.overlaps else f"all_reduce = {self.all_reduce!r}"
+            raise MeshError(
+                f"mesh.{option} is about the sums over mesh.expert and mesh.tensor, which are both "
+                "1: leave it out, or split the layers over one of them"
+            )
 
     @classmethod
     def of(cls, sizes: Mapping[str, int], **options) -> Layout:

@@ -62,3 +62,6 @@ def test_quantized_pages_that_a_tpu_would_copy_are_refused(monkeypatch, page_siz
     kv_cache.check_layout(256, jnp.dtype(dtype))
     with pytest.raises(ConfigError, match=f"{dtype} and cache.page_size {page_size}.* 128"):
         kv_cache.check_layout(page_size, jnp.dtype(dtype))
+    kv_cache.check_layout(512, jnp.dtype(dtype), 4)
+    with pytest.raises(ConfigError, match=r"256, over mesh.seq 4: .* multiple of 512"):
+        kv_cache.check_layout(256, jnp.dtype(dtype), 4)

@@ -152,3 +152,7 @@ def test_options_are_checked_where_there_is_nothing_to_split():
         layout_of(MeshConfig(whole=("colours",)))
     with pytest.raises(MeshError, match="choose one of the two"):
         layout_of(MeshConfig(data=2, all_reduce="int8", overlap=True))
+    with pytest.raises(MeshError, match=r"all_reduce = 'int8' is about the sums .* both 1"):
+        layout_of(MeshConfig(data=2, pipe=2, all_reduce="int8"))
+    with pytest.raises(MeshError, match="overlap = true is about the sums"):
+        layout_of(MeshConfig(overlap=True))
