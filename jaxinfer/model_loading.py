@@ -17,6 +17,7 @@ from jaxinfer.hosts.peers import ALONE, Peers
 from jaxinfer.loading import Checkpoint, open_checkpoint
 from jaxinfer.loading.assign import functional_model, load_weights
 from jaxinfer.loading.checkpoint import CheckpointError, GenerationDefaults
+from jaxinfer.loading.fingerprint import fingerprint
 from jaxinfer.loading.load_report import weights_line
 from jaxinfer.loading.random import random_weights
 from jaxinfer.loading.sentence import sentence_options
@@ -92,6 +93,9 @@ def load_model(
     tokenizer = _tokenizer_if_any(checkpoint) if is_random else checkpoint.tokenizer()
     models = _on_meshes(functional_model(checkpoint, numerics_for(config)), config, peers)
     model = models[0]
+    if peers.num_processes > 1:
+        digest = "random" if is_random else fingerprint(checkpoint)
+        peers.agree({"the checkpoint's fingerprint": digest}, 0)
     bar: dict[str, Any] = {"disable": not show_progress, "leave": False, "dynamic_ncols": True}
     with tqdm(
         total=own_model(model).num_bytes,

@@ -78,19 +78,25 @@ def compare_tokens(peers: Peers, folder: str, meshes: list[dict[str, int]]) -> L
     return llm
 
 
-def refusals(peers: Peers, folder: str) -> None:
-    """What both processes say of a mesh that leaves devices out, and of options that differ."""
-    rows = 4 + peers.process_id
-    for mesh, changes in (({"tensor": 4}, {}), ({"tensor": 8}, {"max_rows": rows})):
+def refusals(peers: Peers, folders: list[str]) -> None:
+    """What both processes say of a mesh that leaves devices out, of options that differ, and of
+    models that do."""
+    rows, other = 4 + peers.process_id, folders[peers.process_id]
+    cases: list[tuple[str, dict[str, int], dict[str, int]]] = [
+        (folders[0], {"tensor": 4}, {}),
+        (folders[0], {"tensor": 8}, {"max_rows": rows}),
+        (other, {"tensor": 8}, {}),
+    ]
+    for folder, mesh, changes in cases:
         try:
             LLM(folder, config_for(mesh, **changes), show_progress=False, peers=peers)
         except (ConfigError, HostsError) as error:
             say({"refused": str(error)})
 
 
-def run_tokens(peers: Peers, folder: str, meshes: list[dict[str, int]]) -> None:
-    refusals(peers, folder)
-    llm = compare_tokens(peers, folder, meshes)
+def run_tokens(peers: Peers, folders: list[str], meshes: list[dict[str, int]]) -> None:
+    refusals(peers, folders)
+    llm = compare_tokens(peers, folders[0], meshes)
     if peers.is_leader:
         print("READY", flush=True)
         while True:
@@ -152,7 +158,7 @@ def main(job: dict[str, Any]) -> None:
     peers = join(dataclasses.replace(config, check_steps=8, join_timeout_s=60.0))
     try:
         if "meshes" in job:
-            run_tokens(peers, job["folder"], job["meshes"])
+            run_tokens(peers, job["folders"], job["meshes"])
         else:
             run_sums(peers, job["num_steps"], job["fault"])
     except HostsError as error:

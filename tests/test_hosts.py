@@ -3,6 +3,7 @@ becomes of the others when one is killed or goes another way."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -105,7 +106,9 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def tokens(folder, tmp_path_factory):
     """A group that has said what it found, and now works without end."""
-    group = Group(tmp_path_factory.mktemp("tokens"), folder=str(folder), meshes=MESHES)
+    tuned = write_checkpoint(dataclasses.replace(MODEL, seed=1), tmp_path_factory.mktemp("tuned"))
+    folders = [str(folder), str(tuned)]
+    group = Group(tmp_path_factory.mktemp("tokens"), folders=folders, meshes=MESHES)
     try:
         group.wait_for("READY")
         yield group
@@ -126,11 +129,12 @@ def test_two_processes_make_the_tokens_of_one(tokens, folder):
         assert found[str(mesh)]["preemptions"] > 0
 
 
-def test_a_mesh_that_leaves_devices_out_and_options_that_differ_are_refused_by_both(tokens):
+def test_a_mesh_that_leaves_devices_out_and_what_differs_is_refused_by_both(tokens):
     for process_id in range(2):
-        mesh, options = (f["refused"] for f in tokens.found(process_id) if "refused" in f)
+        mesh, options, model = (f["refused"] for f in tokens.found(process_id) if "refused" in f)
         assert "the mesh has 4 devices (tensor 4), but the 2 processes have 8 together" in mesh
         assert "config.scheduler.max_rows is 4 in process 0 and 5 in process 1" in options
+        assert "the checkpoint's fingerprint is " in model
 
 
 def test_a_follower_that_is_killed_ends_process_0(tokens):
