@@ -10,11 +10,15 @@ from pathlib import Path
 from typing import Any
 
 
+# Compiling takes most of a child's time, and its programs run for milliseconds.
+IN_HASTE = "--xla_backend_optimization_level=0"
+
+
 def findings(script: Path, *arguments: str, timeout_s: float = 600, **environment: str) -> Any:
     """What a script of this folder prints as JSON; it runs on the CPU, and must end well."""
     done = subprocess.run(
         [sys.executable, str(script), *arguments],
-        env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": IN_HASTE, **environment},
         capture_output=True,
         text=True,
         timeout=timeout_s,
