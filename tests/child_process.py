@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-
 # Compiling takes most of a child's time, and its programs run for milliseconds.
 IN_HASTE = "--xla_backend_optimization_level=0"
 

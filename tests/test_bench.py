@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.mark.once
 def test_the_offline_bench_prints_a_table_and_writes_json(tmp_path):
     out = tmp_path / "out.json"
     command = [sys.executable, "scripts/bench_offline.py", "--peer=none", f"--json={out}"]

@@ -37,6 +37,7 @@ def in_this_environment(command: str) -> str:
     return command.replace(".venv/bin/python", sys.executable)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("block", blocks("bash"))
 def test_every_command_in_the_documents_runs(block, tmp_path):
     lines = [line.partition("  #")[0].strip() for line in block.splitlines()]
@@ -57,6 +58,7 @@ def test_every_command_in_the_documents_runs(block, tmp_path):
     assert done.stdout.strip()
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("block", blocks("python"))
 def test_every_example_in_the_documents_runs(block):
     done = subprocess.run(
@@ -69,6 +71,7 @@ def test_every_example_in_the_documents_runs(block):
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.once
 @pytest.mark.filterwarnings("default")  # the notebook machinery's own
 @pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda p: p.name)
 def test_every_notebook_runs_from_top_to_bottom(path, tmp_path):

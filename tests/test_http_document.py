@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from http_door import http_door, run
 from tiny_server import tiny_engine
 
@@ -29,6 +30,7 @@ bearer = "{KEY}"
 """
 
 
+@pytest.mark.once
 def test_the_server_does_what_its_document_says(tmp_path):
     config = tmp_path / "schemathesis.toml"
     config.write_text(CONFIG)

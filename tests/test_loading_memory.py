@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 from tiny_checkpoints import TinyLlama, write_checkpoint
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux' /proc")
+pytestmark = [
+    pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux' /proc"),
+    pytest.mark.once,
+]
 
 MEASURE = """
 import jax, jax.numpy as jnp

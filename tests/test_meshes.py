@@ -1,7 +1,7 @@
 """Law 7: one device and eight give the same tokens, on every mesh that applies, in every family.
 
 Those meshes run in which each axis, and each pair of axes that go together, occurs;
-`--all-meshes=mixtral` runs all of one family, `--all-meshes=all` all of all.
+`--all-meshes=llama` runs all of one family, `--all-meshes=all` all of all.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import pytest
 from child_process import findings
 
 CHILD = Path(__file__).parent / "mesh_child.py"
+EVERY_AXIS = "mixtral"  # the family that all axes split
 HALVES = (0, 1)  # of a family's meshes, for two processes
 CHOSEN = (
     {"tensor": 8},
@@ -37,8 +38,15 @@ def meshes_to_run(family: str, *, run_all: bool) -> list[dict[str, int]]:
     return [*CHOSEN, *(CHOSEN_WITH_EXPERTS if family in mesh_bench.WITH_EXPERTS else ())]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("family", mesh_bench.FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=[] if family == EVERY_AXIS else pytest.mark.once)
+        for family in mesh_bench.FAMILIES
+    ],
+)
 def test_tokens_do_not_depend_on_the_mesh(family, half, request):
     run_all = request.config.getoption("--all-meshes") in ("all", family)
     meshes = meshes_to_run(family, run_all=run_all)

@@ -90,6 +90,7 @@ def run_script(*flags, stdin=None):
     )
 
 
+@pytest.mark.once
 def test_the_script_prints_one_json_object_a_prompt_and_nothing_else(llm, tmp_path):
     prompts = ["The sky is", 'Quotes "and" \n newlines, ünïcödé', ""]
     file = tmp_path / "prompts.jsonl"
@@ -109,6 +110,7 @@ def test_the_script_prints_one_json_object_a_prompt_and_nothing_else(llm, tmp_pa
         assert line["finish_reason"] == output.outputs[0].finish_reason
 
 
+@pytest.mark.once
 def test_the_script_holds_a_conversation(llm):
     del llm  # its programs are in the compilation cache by now
     talk = "My name is Ada.\n/reset\nWhat is the capital of France?\n/exit\n"

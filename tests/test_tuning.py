@@ -324,6 +324,7 @@ def test_without_a_device_or_a_target_the_tuner_says_so():
 
 
 @needs_triton
+@pytest.mark.once
 def test_the_tuner_rehearses_on_a_cpu(tmp_path):
     out = tmp_path / "out.json"
     done = tune("--rehearse", "--operators=rope_and_write", "--keep=1", f"--json={out}")
