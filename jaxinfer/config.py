@@ -115,24 +115,8 @@ class EngineConfig:
                 f"batch_invariant is true and mesh.seq {self.mesh.seq}: sums over the parts of a "
                 "sequence are made in an order that depends on the step; set one of them alone"
             )
-        problems += self._invariance_problems()
         if problems:
             raise ConfigError("; ".join(problems))
-
-    def _invariance_problems(self) -> list[str]:
-        """Of `batch_invariant` on a mesh: a ring adds in an order that depends on where in the
-        buffer, so in which row, a number stands; of two numbers there is one order."""
-        parts: Any = getattr(self.mesh, "expert", 1), getattr(self.mesh, "tensor", 1)
-        if not (self.batch_invariant and all(fits(n, int) for n in parts)):
-            return []
-        is_summed = self.mesh.all_reduce == "exact" and not self.mesh.overlap
-        if math.prod(parts) <= 2 or not is_summed:
-            return []
-        return [
-            f"batch_invariant is true and mesh.expert x mesh.tensor {math.prod(parts)}: over more "
-            "than 2 devices the order of a sum depends on a token's row; use at most 2, or "
-            "mesh.overlap = true"
-        ]
 
     @property
     def max_running(self) -> int:

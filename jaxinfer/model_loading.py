@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+import jax
 from absl import logging
 from tqdm import tqdm
 
@@ -26,7 +27,7 @@ from jaxinfer.models.encoder import EncoderConfig
 from jaxinfer.models.functional import FunctionalModel, Weights
 from jaxinfer.numerics import keeps_packed, numerics_for
 from jaxinfer.options import ConfigError
-from jaxinfer.replicas import Replicas, engine_over
+from jaxinfer.replicas import Replicas, engine_over, replicas_of
 from jaxinfer.sharded_model import ShardedModel, sharded_replicas
 from jaxinfer.tokenizer import Tokenizer
 
@@ -60,6 +61,19 @@ def need_engine(loaded: Engine | Replicas | Embedder) -> Engine | Replicas:
 def about_weights(loaded: Engine | Replicas | Embedder) -> str:
     """For a plan: how many parameters, their bytes, and how many of them are quantized."""
     return weights_line(loaded.model, loaded.weights)
+
+
+def about_mesh(loaded: Engine | Replicas) -> str:
+    """For a plan: the devices and what each holds of the weights; empty for one device."""
+    mesh = loaded.config.mesh
+    if mesh.num_devices == 1:
+        return ""
+    sizes = " x ".join(f"{axis} {n}" for axis, n in mesh.sizes.items() if n > 1)
+    num_bytes = replicas_of(loaded)[0].runner.memory.weight_bytes
+    return (
+        f"{sizes}: {mesh.num_devices} {jax.devices()[0].platform} devices, each with "
+        f"{num_bytes / 1e6:,.1f} MB of weights"
+    )
 
 
 def need_embedder(loaded: Engine | Replicas | Embedder) -> Embedder:

@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxinfer.config import EngineConfig, MeshConfig
 from jaxinfer.hosts.facts import check_mesh
 from jaxinfer.hosts.peers import ALONE, Peers
-from jaxinfer.kv_cache import CacheShape
+from jaxinfer.kv_cache import CacheShape, cells_of_part
 from jaxinfer.loading.splitting import Unpackable, place_whole
 from jaxinfer.loading.targets import targets_of
 from jaxinfer.models.functional import FunctionalModel, ParameterSpec, Weights
@@ -138,7 +138,9 @@ class ShardedModel:
             changes["num_layers"] = config.num_layers // S
         if self._repeats_kv_heads():
             changes["num_kv_heads"] = self._num_kv_heads()
-        numerics = dataclasses.replace(model.numerics, layout=layout)
+        numerics = model.numerics
+        layout = dataclasses.replace(layout, sums_in_order=numerics.batch_invariant)
+        numerics = dataclasses.replace(numerics, layout=layout)
         config = dataclasses.replace(config, **changes) if changes else config
         return FunctionalModel(model.family, config, numerics)
 
@@ -197,18 +199,25 @@ class ShardedModel:
 
     def _check_stages(self) -> None:
         """Stages run one program: each layer must be built as those it is stacked with."""
-        model, per_stage = self.model, self.local.config.num_layers
+        model, num_layers = self.model, self.model.config.num_layers
         abstract: Any = nnx.eval_shape(lambda: model.family.build(model.config, model.numerics))
         of_layer: Callable[[int], Any] = getattr(model.config, "layer", lambda index: None)
-        for index in range(per_stage, model.config.num_layers):
-            first = index % per_stage
-            graphs = [nnx.split(abstract.blocks[i])[0] for i in (first, index)]
-            if graphs[0] != graphs[1] or of_layer(first) != of_layer(index):
-                raise MeshError(
-                    f"pipe is {self.num_stages}, so that layer {index} is stacked with layer "
-                    f"{first}, but they are built differently (another window, RoPE, MLP or norm):"
-                    " take a pipe for which the layers' pattern repeats in each stage, or pipe 1"
-                )
+        built = [(nnx.split(abstract.blocks[i])[0], of_layer(i)) for i in range(num_layers)]
+
+        def odd_one(per_stage: int) -> int | None:
+            unlike = (i for i in range(num_layers) if built[i] != built[i % per_stage])
+            return next(unlike, None)
+
+        per_stage = self.local.config.num_layers
+        if (index := odd_one(per_stage)) is None:
+            return
+        whole = [n for n in range(1, num_layers + 1) if num_layers % n == 0]
+        fitting = [n for n in whole if odd_one(num_layers // n) is None]
+        raise MeshError(
+            f"pipe is {self.num_stages}, so that layer {index} is stacked with layer "
+            f"{index % per_stage}, but they are built differently (another window, RoPE, MLP or "
+            f"norm); sizes that would do: {', '.join(map(str, fitting))}"
+        )
 
 
 def sharded_for(model: FunctionalModel, config: EngineConfig, peers: Peers = ALONE) -> ShardedModel:
@@ -227,6 +236,7 @@ def sharded_replicas(
     check_mesh(config, peers)
     try:
         layout = layout_of(config.mesh)
+        cells_of_part(config.cache.page_size, layout)
         if config.mesh.num_devices == 1:
             return [ShardedModel(model, layout)]
         meshes = device_groups(config.mesh.sizes)

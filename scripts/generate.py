@@ -24,6 +24,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import host_flags
 from absl import app, flags, logging
 from host_flags import follow_process_0, joined
 
@@ -38,10 +39,11 @@ from jaxinfer import (
     load_config,
 )
 from jaxinfer.hosts import HostsError, Peers
-from jaxinfer.model_loading import about_weights, need_engine
+from jaxinfer.model_loading import about_mesh, about_weights, need_engine
 from jaxinfer.replicas import replicas_of
 
 FLAGS = flags.FLAGS
+flags.adopt_module_key_flags(host_flags)  # --help shows them
 _MODEL = flags.DEFINE_string(
     "model", "demo", '"demo", a .gguf file, a Hugging Face directory, or a hub id'
 )
@@ -132,23 +134,37 @@ def read_prompts(path: str) -> list[str]:
     return prompts
 
 
+def check_and_print_plan(loaded: Any) -> None:
+    """Before minutes of compiling."""
+    engine = need_engine(loaded)
+    if engine.tokenizer is None:
+        raise CheckpointError(
+            f"{engine.name} has no tokenizer, and this script takes texts: put a tokenizer's files "
+            "beside its config.json, or give token ids to LLM.generate in Python"
+        )
+    print_plan(engine)
+
+
 def print_plan(engine: Engine | Replicas) -> None:
     """What will run, before its programs are compiled."""
     replicas = replicas_of(engine)
     model, memory, config = engine.model, replicas[0].runner.memory, engine.config
-    each = f" in each of {len(replicas)} replicas" if len(replicas) > 1 else ""
+    each = " on each device" if config.mesh.num_devices > 1 else ""
+    each += f", in each of {len(replicas)} replicas" if len(replicas) > 1 else ""
     lines = {
         "model": f"{engine.name} ({model.family.name}), computed as {model.numerics.dtype.name}",
         "weights": about_weights(engine),
+        "mesh": about_mesh(engine),
         "cache": f"{memory.num_pages:,} pages of {memory.page_size} tokens = "
-        f"{memory.num_tokens:,} tokens, {memory.cache_bytes / 2**20:,.0f} MiB{each} "
+        f"{memory.num_tokens:,} tokens, {memory.cache_bytes / 2**20:,.1f} MiB{each} "
         f"({memory.source})",
         "context": f"{engine.max_len:,} tokens; up to {config.max_running} requests at once",
         "step": f"at most {config.scheduler.max_tokens} tokens, compiled for "
         + ", ".join(map(str, config.buckets)),
     }
     for name, line in lines.items():
-        print(f"{name:>9}  {line}", file=sys.stderr)
+        if line:
+            print(f"{name:>9}  {line}", file=sys.stderr)
 
 
 def peak_memory_mib() -> float:
@@ -289,8 +305,7 @@ def run(peers: Peers) -> int:
     config = load_config(_CONFIG.value, overrides)
     if not peers.is_leader:
         return follow_process_0(_MODEL.value, config, peers)
-    show = lambda loaded: print_plan(need_engine(loaded))
-    llm = LLM(_MODEL.value, config, on_loaded=show, peers=peers)
+    llm = LLM(_MODEL.value, config, on_loaded=check_and_print_plan, peers=peers)
     params = llm.default_params(**changes)
     compile_s = sum(replica.runner.compile_seconds for replica in replicas_of(llm.engine))
     print(

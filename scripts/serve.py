@@ -22,6 +22,7 @@ import faulthandler
 import json
 import sys
 
+import host_flags
 from absl import app, flags, logging
 from host_flags import follow_process_0, joined
 
@@ -29,6 +30,7 @@ from jaxinfer import CheckpointError, ConfigError
 from jaxinfer.hosts import HostsError, Peers
 
 FLAGS = flags.FLAGS
+flags.adopt_module_key_flags(host_flags)  # --help shows them
 _MODEL = flags.DEFINE_string(
     "model", "demo", '"demo", a .gguf file, a Hugging Face directory, or a hub id'
 )

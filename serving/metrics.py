@@ -252,7 +252,7 @@ def _replica_gauges(engine: Replicas) -> Iterator[Metric]:
 
 
 def _engine_counters(stats: EngineStats) -> Iterator[Metric]:
-    yield _counter("steps", "Steps of the engine", stats.num_steps)
+    yield _counter("steps", "Steps of the engine, or of all replicas", stats.num_steps)
     yield _counter("computed_tokens", "Tokens run through the model", stats.num_computed)
     yield _counter("generated_tokens", "Tokens sampled and handed out", stats.num_generated)
     hits = "Tokens that the prefix cache spared from computing"

@@ -37,7 +37,7 @@ from jaxinfer import ConfigError, Embedder, Engine, EngineConfig, Replicas
 from jaxinfer.host import calm_collector, compute_behind_serving
 from jaxinfer.hosts import ALONE, Peers
 from jaxinfer.loading.checkpoint import GenerationDefaults
-from jaxinfer.model_loading import about_weights, load_model
+from jaxinfer.model_loading import about_mesh, about_weights, load_model
 from jaxinfer.replicas import replicas_of
 from jaxinfer.serving.auth import ApiKeys
 from jaxinfer.serving.config import ServingConfig
@@ -328,10 +328,12 @@ def _plan(engine: Engine | Replicas | Embedder) -> str:
         )
     replicas = replicas_of(engine)
     memory = replicas[0].runner.memory
-    each = f" in each of {len(replicas)} replicas" if len(replicas) > 1 else ""
+    mesh = f"; {about_mesh(engine)}" if engine.config.mesh.num_devices > 1 else ""
+    each = " on each device" if mesh else ""
+    each += f", in each of {len(replicas)} replicas" if len(replicas) > 1 else ""
     return (
-        f"{about}, {memory.num_pages:,} pages of {memory.page_size} "
-        f"tokens ({memory.cache_bytes / 2**20:,.0f} MiB){each}, up to "
+        f"{about}{mesh}; {memory.num_pages:,} pages of {memory.page_size} "
+        f"tokens ({memory.cache_bytes / 2**20:,.1f} MiB{each}), up to "
         f"{engine.config.max_running} requests at once; compiling"
     )
 

@@ -38,9 +38,16 @@ def device_groups(sizes: Mapping[str, int], devices: Sequence[Any] | None = None
     needed = math.prod(shape)
     if needed > len(devices) or (needed < len(devices) and needed > 1):
         axes = " x ".join(f"{axis} {n}" for axis, n in zip(AXES, shape, strict=True) if n > 1)
+        there = f"the mesh has {needed} devices ({axes}), but there are {len(devices)}"
+        if needed > len(devices):
+            raise MeshError(
+                f"{there}: the product of {', '.join(AXES)} must be {len(devices)}; a CPU can be "
+                f"taken for {needed} devices (--cpu_devices of the scripts)"
+            )
         raise MeshError(
-            f"the mesh has {needed} devices ({axes}), but there are {len(devices)}: the product "
-            f"of {', '.join(AXES)} must be {len(devices)}, or 1 for one device alone"
+            f"{there}: the product of {', '.join(AXES)} must be {len(devices)}, or 1 for one "
+            "device alone. Further replicas (mesh.data) use the others; to leave them out, hide "
+            "them (CUDA_VISIBLE_DEVICES, TPU_VISIBLE_DEVICES, a smaller --cpu_devices)"
         )
     grid = _grid(shape, devices[:needed])
     types = (AxisType.Auto,) * len(STEP_AXES)

@@ -21,7 +21,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxinfer.kernels.dispatch import platform
-from jaxinfer.sharding.collectives import Axes, all_gather, all_sum, rank
+from jaxinfer.sharding.collectives import Axes, all_gather, all_sum, all_sum_in_order, rank
 from jaxinfer.sharding.compressed import compressed_sum
 from jaxinfer.sharding.rules import Layout
 
@@ -41,32 +41,47 @@ def sum_of_products(
     if not axes:
         return product(x, weight)
     if layout.overlaps:
-        return overlapped_product(product, x, weight, axes)
+        return overlapped_product(product, x, weight, axes, in_order=layout.sums_in_order)
     return summed(product(x, weight), layout, axes)
 
 
 def summed(x: Float[Array, "T D"], layout: Layout, axes: Axes) -> Float[Array, "T D"]:
     """x summed over `axes`, exactly or by way of int8, as the layout says."""
-    return compressed_sum(x, axes) if layout.all_reduce == "int8" else all_sum(x, axes)
+    if layout.all_reduce == "int8":
+        return compressed_sum(x, axes)
+    return exact_sum(x, axes, in_order=layout.sums_in_order)
+
+
+def exact_sum(x: Float[Array, "T D"], axes: Axes, *, in_order: bool) -> Float[Array, "T D"]:
+    """x summed over `axes`; of two numbers there is one order."""
+    if in_order and axes and lax.axis_size(axes) > 2:
+        return all_sum_in_order(x, axes)
+    return all_sum(x, axes)
 
 
 def overlapped_product(
-    product: Product, x: Float[Array, "T inputs"], weight: Any, axes: Axes
+    product: Product,
+    x: Float[Array, "T inputs"],
+    weight: Any,
+    axes: Axes,
+    *,
+    in_order: bool = False,
 ) -> Float[Array, "T outputs"]:
     """The sum over `axes` of the devices' products, to rounding; the same bits on all.
 
     Parts are of the outputs, which reads the weight once in all, where the weight is an array and
     the devices divide its outputs. Not on a GPU: XLA copies each part of the weight before it
     multiplies with it. Otherwise parts are of the tokens, if they are many; if not, the product is
-    made at once and summed after.
+    made at once and summed after. With `in_order` a token's bits do not depend on its place, as
+    they do in parts of the tokens.
     """
     n = lax.axis_size(axes)
     is_cut = isinstance(weight, jax.Array) and weight.shape[1] % n == 0 and platform() != "gpu"
     if is_cut:
         return product_by_outputs(product, x, weight, axes)
-    if x.shape[0] >= n * MIN_TOKENS_A_PART:
+    if x.shape[0] >= n * MIN_TOKENS_A_PART and not in_order:
         return product_by_tokens(product, x, weight, axes)
-    return all_sum(product(x, weight), axes)
+    return exact_sum(product(x, weight), axes, in_order=in_order)
 
 
 def product_by_outputs(

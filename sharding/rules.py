@@ -54,6 +54,8 @@ class Layout:
     # How a product over split inputs is summed (`products.sum_of_products`).
     all_reduce: str = "exact"  # or "int8"
     overlaps: bool = False  # in parts, each on its way while the next one is made
+    # A sum's bits do not depend on where in an array it stands: batch invariance.
+    sums_in_order: bool = False
 
     def __post_init__(self):
         if unknown := sorted(self.whole - set(CAN_BE_WHOLE)):
@@ -130,10 +132,11 @@ class Layout:
         if n % parts:
             axes = " x ".join(f"{axis} {self.size(axis)}" for axis in self.axes(logical))
             fitting = [d for d in range(1, min(n, 4096) + 1) if n % d == 0]
+            whole = ["heads", "kv_heads"] if logical in ("heads", "kv_heads") else [logical]
             raise MeshError(
                 f"{what + ': ' if what else ''}{logical} is {n}, which {axes} does not divide; "
                 f"sizes that would do: {', '.join(map(str, fitting[:24]))}; or keep it whole "
-                f"(mesh.whole = [{logical!r}])"
+                f"(mesh.whole = {whole})"
             )
         return n // parts
 

@@ -17,7 +17,9 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.config import from_mapping
+from jaxinfer.kernels.quantized_matmul import QuantArray
 from jaxinfer.nn.layers import Linear, Numerics
+from jaxinfer.nn.quantized import QuantWeight
 from jaxinfer.sharding import compressed, products
 from jaxinfer.sharding.rules import Layout
 
@@ -157,12 +159,16 @@ def choices() -> dict[str, dict[str, int]]:
     specs = (PartitionSpec(None, AXES), PartitionSpec(AXES, None))
     split = lambda x, w: products.overlapped_product(plain, x, w, AXES)
     uncut = lambda x, w: products.overlapped_product(whole, x, {"values": w}, AXES)
+    in_order = lambda x, w: products.overlapped_product(
+        whole, x, {"values": w}, AXES, in_order=True
+    )
     many = 2 * products.MIN_TOKENS_A_PART
     given = {
         "array": (split, 4, 6),
         "outputs that do not divide": (split, 4, 7),
         "no array": (uncut, 4, 6),
         "no array, many tokens": (uncut, many, 6),
+        "no array, many tokens, in order": (in_order, many, 6),
     }
     return {
         name: Found(2, run, specs, np.ones((T, 4), np.float32), np.ones((4, F), np.float32)).counted
@@ -182,6 +188,8 @@ def linears() -> dict[str, Any]:
         "exact": {},
         "int8": {"all_reduce": "int8"},
         "overlap": {"overlaps": True},
+        "in order": {"sums_in_order": True},
+        "overlap in order": {"overlaps": True, "sums_in_order": True},
     }.items():
         layout = Layout.of({"expert": 2, "tensor": 4}, **options)
         run = partial(linear, Numerics(layout=layout))
@@ -195,7 +203,31 @@ def linears() -> dict[str, Any]:
     return found
 
 
-def linear(numerics: Numerics, x: jax.Array, weight: jax.Array, bias: jax.Array) -> jax.Array:
+def by_token() -> dict[str, Any]:
+    """Of a layer that quantizes its tokens, which devices hold in parts: against one device."""
+    rng = np.random.default_rng(4)
+    spread = np.exp(2 * rng.normal(size=(16, 32)))  # a part's largest number is not the token's
+    x = (rng.normal(size=(5, 16, 32)) * spread).astype(np.float32)
+    x[3] = 0
+    values = rng.integers(-127, 128, size=(512, 256)).astype(np.int8)
+    scales = rng.uniform(0.5, 2, size=(1, 256)).astype(np.float32)
+    bias = np.zeros(256, np.float32)
+
+    def run(layout: Layout, x: jax.Array, values: jax.Array, scales: jax.Array, bias: jax.Array):
+        array = QuantArray(values, scales, None, 8, values.shape[0])
+        return linear(Numerics(layout=layout), x, QuantWeight(array, None, None, "int8"), bias)
+
+    alone = np.asarray(run(Layout(), *map(jnp.asarray, (x, values, scales, bias))))
+    specs = (PartitionSpec(None, AXES), PartitionSpec(AXES, None), PartitionSpec(), PartitionSpec())
+    found = {}
+    for overlaps in (False, True):
+        layout = Layout.of({"expert": 2, "tensor": 4}, overlaps=overlaps)
+        one = Found(8, partial(run, layout), specs, x, values, scales, bias)
+        found[str(overlaps)] = {"is_same": one.is_same, "error": relative(one.result, alone)}
+    return found
+
+
+def linear(numerics: Numerics, x: jax.Array, weight: Any, bias: jax.Array) -> jax.Array:
     dims, axes = (16, 32, 256), ("heads", "head_dim", "model")
     layer = Linear(dims, axes, numerics, num_inputs=2, has_bias=True)
     graph, state = nnx.split(layer)
@@ -232,5 +264,5 @@ def layers() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    checks = (compressed_sums, exact_sum, odd_sums, overlapped, choices, linears, layers)
+    checks = (compressed_sums, exact_sum, odd_sums, overlapped, choices, linears, by_token, layers)
     print(json.dumps({check.__name__: check() for check in checks}))

@@ -75,6 +75,7 @@ def test_what_cannot_be_cut_is_summed_at_once_unless_its_tokens_are_many(found):
         "outputs that do not divide": {"all-reduce": 1},
         "no array": {"all-reduce": 1},
         "no array, many tokens": in_parts,
+        "no array, many tokens, in order": {"all-reduce": 1},  # of two numbers there is one
     }
 
 
@@ -84,12 +85,20 @@ def test_what_cannot_be_cut_is_summed_at_once_unless_its_tokens_are_many(found):
         ("exact", 1e-6, {"all-reduce": 1}),
         ("int8", 0.015, {"all-to-all": 2, "all-gather": 2}),
         ("overlap", 1e-6, {"collective-permute": 7, "all-gather": 1}),
+        ("in order", 1e-6, {"all-gather": 1}),
+        ("overlap in order", 1e-6, {"collective-permute": 7, "all-gather": 1}),
     ],
 )
 def test_a_layer_sums_as_its_layout_says(found, how, error, counted):
     one = found["linears"][how]
     assert one["is_same"] and one["error"] < error
     assert one["counted"] == counted
+
+
+@pytest.mark.parametrize("overlaps", ["False", "True"])
+def test_parts_of_a_token_are_quantized_by_the_scale_of_all_of_it(found, overlaps):
+    one = found["by_token"][overlaps]
+    assert one["is_same"] and one["error"] < 1e-6
 
 
 def test_a_layer_makes_two_sums_and_nothing_else(found):

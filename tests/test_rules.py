@@ -8,7 +8,7 @@ import mesh_bench
 import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from jaxinfer.config import EngineConfig, MeshConfig, from_mapping
+from jaxinfer.config import CacheConfig, EngineConfig, MeshConfig, from_mapping
 from jaxinfer.models import HF_FAMILIES
 from jaxinfer.models.functional import FunctionalModel
 from jaxinfer.nn.layers import Numerics
@@ -125,7 +125,7 @@ def test_layers_that_stages_do_not_divide_are_refused():
 def test_stages_that_differ_are_refused():
     windows = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 3}
     model = model_of("gemma2", 6, head_dim=8, vocab_size=144, **windows)
-    with pytest.raises(MeshError, match="layer 3 is stacked with layer 0"):
+    with pytest.raises(MeshError, match=r"layer 3 is stacked with layer 0, .* would do: 1, 3$"):
         sharded(model, pipe=2)
     assert sharded(model, pipe=3).num_stages == 3
 
@@ -140,11 +140,30 @@ def test_a_model_that_does_not_divide_is_a_config_error_before_any_weight():
         sharded_for(model, EngineConfig(mesh=MeshConfig(data=2)))
 
 
-def test_sums_whose_order_depends_on_the_row_are_refused_where_bits_may_not():
-    for mesh in ({"tensor": 2}, {"tensor": 8, "overlap": True}, {"pipe": 4}):
+def test_a_batch_invariant_model_sums_in_order_and_its_sequences_are_whole():
+    for mesh in ({"tensor": 8, "overlap": True}, {"expert": 2, "tensor": 2}, {"pipe": 4}):
         from_mapping({"mesh": mesh, "batch_invariant": True})
-    with pytest.raises(ConfigError, match=r"mesh\.expert x mesh\.tensor 4: over"):
-        from_mapping({"mesh": {"expert": 2, "tensor": 2}, "batch_invariant": True})
+    with pytest.raises(ConfigError, match=r"batch_invariant is true and mesh\.seq 2"):
+        from_mapping({"mesh": {"seq": 2}, "batch_invariant": True})
+
+
+def test_a_mesh_that_leaves_devices_out_or_wants_more_is_told_how_to_get_them():
+    few, many = [object()] * 2, [object()] * 8
+    with pytest.raises(MeshError, match=r"has 4 devices \(tensor 4\), but there are 2: .*cpu_dev"):
+        device_groups({"tensor": 4}, few)
+    with pytest.raises(MeshError, match=r"but there are 8: .* must be 8, .*mesh\.data.*hide them"):
+        device_groups({"tensor": 4}, many)
+
+
+def test_heads_are_kept_whole_with_their_kv_heads():
+    with pytest.raises(MeshError, match=r"mesh.whole = \['heads', 'kv_heads'\]"):
+        Layout.of({"tensor": 2}).local((9,), ("heads",))
+
+
+def test_pages_that_do_not_divide_are_refused_before_any_weight():
+    config = EngineConfig(mesh=MeshConfig(seq=8), cache=CacheConfig(page_size=4))
+    with pytest.raises(ConfigError, match=r"cache.page_size is 4, which mesh.seq 8 does not"):
+        sharded_for(model_of("llama"), config)
 
 
 def test_options_are_checked_where_there_is_nothing_to_split():

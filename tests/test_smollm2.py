@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import running
+from tiny_checkpoints import TinyLlama, config_json
 
 from jaxinfer import LLM, SamplingParams, load_config
 
@@ -135,3 +136,13 @@ def test_the_script_refuses_bad_flags_by_name(flags, named):
     done = run_script(*flags)
     assert done.returncode == 2 and done.stdout == ""
     assert named in done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_script_needs_a_tokenizer_before_it_compiles(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config_json(TinyLlama())))
+    flags = [f"--model={tmp_path}", "--load_format=random", "--prompt=Hi"]
+    done = subprocess.run(
+        [sys.executable, "scripts/generate.py", *flags], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 2 and "compiling" not in done.stderr
+    assert "has no tokenizer, and this script takes texts" in done.stderr

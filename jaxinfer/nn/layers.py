@@ -31,9 +31,10 @@ from jaxinfer.nn.quantized import (
     QuantWeight,
     gated_mlp_quantized,
     project_quantized,
+    scaled_over_parts,
 )
 from jaxinfer.sharding.collectives import all_sum, rank
-from jaxinfer.sharding.products import sum_of_products
+from jaxinfer.sharding.products import exact_sum, sum_of_products
 from jaxinfer.sharding.rules import ONE_DEVICE, Layout
 
 FLOAT32 = np.dtype(np.float32)
@@ -161,8 +162,11 @@ class Linear(nnx.Module):
     def __call__(self, x: jax.Array, *, accumulate=None) -> jax.Array:
         T = x.shape[0]
         product = functools.partial(project, accumulate=accumulate)
-        x, weight = x.reshape(T, -1), self.weight[...]
-        out = sum_of_products(product, x, weight, self.layout, self.summed_over)
+        x, weight, layout = x.reshape(T, -1), self.weight[...], self.layout
+        scaled = scaled_over_parts(x, weight, self.summed_over)
+        if scaled is not weight:  # parts of the tokens would not have their scales alone
+            layout = dataclasses.replace(layout, overlaps=False)
+        out = sum_of_products(product, x, scaled, layout, self.summed_over)
         out = out.reshape(T, *self.outputs)
         return out if self.bias is None else out + self.bias[...]
 
@@ -176,6 +180,7 @@ class RMSNorm(nnx.Module):
         self.eps = eps
         self.offset = offset
         self.split_over = numerics.layout.axes(axis)
+        self.sums_in_order = numerics.layout.sums_in_order
         self.dim = dim
         self.weight = parameter((dim,), (axis,), numerics)
 
@@ -187,7 +192,8 @@ class RMSNorm(nnx.Module):
     def _of_parts(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         """Of vectors that the layout splits: the mean is over all parts."""
         wide = x.astype(jnp.float32)
-        total = all_sum((wide * wide).sum(axis=-1, keepdims=True), self.split_over)
+        own = (wide * wide).sum(axis=-1, keepdims=True)
+        total = exact_sum(own, self.split_over, in_order=self.sums_in_order)
         normed = wide * jax.lax.rsqrt(total / self.dim + self.eps)
         return (normed * (self.offset + self.weight[...].astype(jnp.float32))).astype(x.dtype)
 

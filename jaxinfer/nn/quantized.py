@@ -18,6 +18,7 @@ from jaxtyping import Array, Float
 from jaxinfer.kernels.gated_mlp.activations import ACTIVATIONS
 from jaxinfer.kernels.kv_pages import QUANTIZED
 from jaxinfer.kernels.quantized_matmul import QuantArray, quantized_matmul
+from jaxinfer.sharding.collectives import Axes, all_max
 
 
 @partial(
@@ -29,13 +30,13 @@ from jaxinfer.kernels.quantized_matmul import QuantArray, quantized_matmul
 class QuantWeight:
     """`weight` [D, F], whose row d multiplies x's number `order[d]` (None: number d).
 
-    `activation_dtype` (None: x stays as it is) quantizes x token by token, or by `x_scale` for all
-    tokens where that is given.
+    `activation_dtype` (None: x stays as it is) quantizes x token by token, or by `x_scale` where
+    that is given.
     """
 
     weight: QuantArray
     order: Any = None  # int32 [D]
-    x_scale: Any = None  # float32 []
+    x_scale: Any = None  # float32 [], or [T, 1] inside a step
     activation_dtype: Any = None
 
     def __getitem__(self, index: Any) -> QuantWeight:
@@ -85,6 +86,17 @@ def project_quantized(
     values = _rounded(x.astype(jnp.float32) / weight.x_scale, weight.activation_dtype)
     x_scale = jnp.broadcast_to(weight.x_scale, (x.shape[0], 1))
     return quantized_matmul(values, weight.weight, x_scale=x_scale, out_dtype=out_dtype)
+
+
+def scaled_over_parts(x: Float[Array, "T D"], weight: Any, axes: Axes) -> Any:
+    """Where `axes` split the tokens x, and `weight` quantizes each of them: it with the scale of
+    whole tokens, so that all parts take one, as one device does. Any other weight as it is."""
+    is_by_token = isinstance(weight, QuantWeight) and weight.x_scale is None
+    if not axes or not is_by_token or weight.activation_dtype is None:
+        return weight
+    top = all_max(abs(x.astype(jnp.float32)).max(axis=1, keepdims=True), axes)
+    scale = jnp.where(top == 0, 1, top / QUANTIZED[weight.activation_dtype])
+    return dataclasses.replace(weight, x_scale=scale)
 
 
 def gated_mlp_quantized(
