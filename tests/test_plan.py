@@ -9,16 +9,28 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import jax
 import pytest
-from tiny_plans import LLAMA, MIXTRAL, chip, compile_matrix, compile_steps, models, options, program
+from tiny_plans import (
+    EIGHT_LAYERS,
+    KIB,
+    LLAMA,
+    MIXTRAL,
+    QUANTIZED,
+    UNREAD,
+    Answers,
+    answers_to,
+    chip,
+    compile_matrix,
+    compile_steps,
+    models,
+    on_four_chips,
+    options,
+    program,
+    run,
+    small,
+)
 
 from jaxinfer.config import MeshConfig
 from jaxinfer.loading.demo import demo_model_path
@@ -28,7 +40,6 @@ plans: Any = importlib.import_module("planner.plans")
 report: Any = importlib.import_module("planner.report")
 search_module: Any = importlib.import_module("planner.search")
 
-ROOT = Path(__file__).parent.parent
 load_target = compile_matrix.load_target
 
 
@@ -61,19 +72,23 @@ def test_a_target_is_a_chip_and_a_topology(name, topology, devices):
         ("v5e:4 x 4", "a topology is like 2x2"),
         ("h100:1x2x8", r"a topology is like 8 or 2x8 \(hosts x GPUs\)"),
         ("cpu:2x2", "a topology is like 8"),
+        ("cpu:99999999", "99,999,999 devices; plans for cpu are of at most 64"),
+        ("cpu:" + "9" * 5000, r"9\.\.\.', 5,004 characters; it is a chip and its topology"),
     ],
 )
 def test_a_target_that_is_none_is_answered_with_what_would_do(name, reason):
     with pytest.raises(ValueError, match=reason):
-        load_target(name)
+        options.target_of(name)
 
 
 def test_a_mesh_is_read_and_a_wrong_one_answered_with_the_axes():
     assert options.mesh_sizes("pipe=2, tensor=8") == {"pipe": 2, "tensor": 8}
     assert options.mesh_sizes("") == {}
-    for wrong in ("tensr=8", "tensor", "tensor=0", "tensor=two", "8"):
+    for wrong in ("tensr=8", "tensor", "tensor=0", "tensor=two", "8", "tensor=" + "9" * 5000):
         with pytest.raises(ValueError, match="axes being data, pipe, seq, expert, tensor"):
             options.mesh_sizes(wrong)
+    with pytest.raises(ValueError, match="tensor=2 and tensor=1; name an axis once"):
+        options.mesh_sizes("tensor=2,tensor=1")
 
 
 def test_a_quantization_that_is_none_is_answered_with_those_there_are():
@@ -95,30 +110,7 @@ def test_a_model_is_one_of_the_matrix_or_a_checkpoints_configuration(tmp_path):
         models.find_model(str(tmp_path), tables)
 
 
-@pytest.mark.parametrize(
-    ("stored", "recipe"),
-    [
-        (None, None),
-        ({"quant_method": "gptq", "bits": 4}, "int4"),
-        ({"quant_method": "gptq", "bits": 8}, "int8"),
-        ({"quant_method": "awq", "w_bit": 4}, "int4"),
-        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "float8"),
-        ({"quant_method": "mxfp4"}, "int8"),
-        (
-            {
-                "quant_method": "compressed-tensors",
-                "config_groups": {
-                    "group_0": {
-                        "weights": {"type": "float", "num_bits": 8},
-                        "input_activations": {"type": "float", "num_bits": 8},
-                    }
-                },
-            },
-            "float8_w8a8",
-        ),
-        ({"quant_method": "compressed-tensors", "config_groups": {}}, None),
-    ],
-)
+@pytest.mark.parametrize(("stored", "recipe"), [(None, None), ({}, None), *QUANTIZED])
 def test_a_quantized_checkpoint_is_planned_as_such_unless_told_otherwise(tmp_path, stored, recipe):
     keys = LLAMA if stored is None else LLAMA | {"quantization_config": stored}
     (tmp_path / "config.json").write_text(json.dumps(keys))
@@ -128,9 +120,59 @@ def test_a_quantized_checkpoint_is_planned_as_such_unless_told_otherwise(tmp_pat
     assert options.engine_config(model, options.Asked(quant="int8")).quantize == "int8"
 
 
+@pytest.mark.parametrize(("stored", "reason"), UNREAD)
+def test_weights_that_the_engine_refuses_are_planned_only_when_told_how(tmp_path, stored, reason):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"quantization_config": stored}))
+    model = models.find_model(str(tmp_path), {})
+    with pytest.raises(ValueError, match=f"{reason}.*--quant=none plans it dequantized"):
+        options.engine_config(model, options.Asked())
+    assert options.engine_config(model, options.Asked(quant="none")).quantize is None
+    told = options.Asked(overrides=["quantize=int4"])
+    assert options.engine_config(model, told).quantize == "int4"
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ({"context": 64, "overrides": ["max_len=32"]}, "--context=64 and --set max_len=32"),
+        ({"quant": "int8", "overrides": ["quantize=none"]}, "--quant=int8 and --set quantize="),
+        ({"rows": 2, "overrides": ["scheduler.max_rows=3"]}, "--rows=2 and --set"),
+        ({"mesh": "tensor=2", "overrides": ["mesh.data=2"]}, "'tensor=2' and --set mesh.data"),
+        ({"is_search": True, "overrides": ["mesh.tensor=2"]}, "leave out --set mesh.tensor"),
+        ({"is_search": True, "mesh": "tensor=2"}, "leave out --mesh, or --search"),
+        ({"chunk": 10**10}, r"--chunk .* 10,000,000,000; plans take at most 1,048,576"),
+        ({"overrides": ["scheduler.max_rows=100000"]}, "--rows .* plans take at most 65,536"),
+    ],
+)
+def test_options_that_would_have_no_effect_or_no_end_are_refused(asked, reason):
+    with pytest.raises(ValueError, match=reason):
+        options.engine_config(models.from_table("tiny", LLAMA), options.Asked(**asked))
+
+
+def test_a_search_keeps_to_a_quantization_that_is_asked_for_and_a_presets_mesh_is_no_order():
+    model = models.from_table("tiny", LLAMA)
+    for kinds, asked in (
+        (("int4",), options.Asked(overrides=["quantize=int4"])),
+        ((None,), options.Asked(quant="none")),
+        (options.SEARCHED, options.Asked("llama31_70b_v5e16", context=64, is_search=True)),
+    ):
+        assert options.kinds_of(asked, options.engine_config(model, asked)) == kinds
+
+
+def test_the_type_of_numbers_is_what_the_engine_takes_there():
+    model = models.from_table("tiny", LLAMA)
+    for overrides, platform, dtype in (
+        ((), "cpu", "float32"), ((), "gpu", "bfloat16"), (("dtype=auto",), "tpu", "bfloat16"),
+        (("dtype=bfloat16",), "cpu", "bfloat16"),
+    ):  # fmt: skip
+        asked = options.Asked(overrides=overrides)
+        assert options.engine_config(model, asked, platform).dtype == dtype
+
+
 def test_a_gguf_file_is_planned_by_the_bytes_of_its_weights():
     model = models.find_model(str(demo_model_path()), {})
     assert model.stored == models.Stored("gguf", "int4")
+    assert models.find_model("demo", {}).config == model.config
     assert options.engine_config(model, options.Asked()).quantize == "int4"
 
 
@@ -166,39 +208,6 @@ def test_a_mesh_that_does_not_match_the_devices_or_the_model_says_what_would(mon
         program(monkeypatch, "v5e:2x4", LLAMA, mesh="pipe=8")
 
 
-KIB = 1024
-SUM = "%s.{} = bf16[512]{{0}} all-reduce(%x), replica_groups={{{{0,1,2,3}}}}, to_apply=%a"
-TEXT = """HloModule jit_step, is_scheduled=true, num_partitions=4
-
-ENTRY %main (x: bf16[512]) -> bf16[512] {{
-  %x = bf16[512]{{0}} parameter(0)
-{sums}
-}}
-"""
-
-
-class Answers:
-    """Stands in for a compiler: temporaries, and two sums a layer and one beside."""
-
-    def __init__(self, temporaries: int = KIB, refuses_layers: int = 99):
-        self.temporaries, self.refuses_layers = temporaries, refuses_layers
-        self.asked: list[tuple[int, int, int]] = []  # layers, bucket, pages
-
-    def __call__(self, step: Any, bucket: int, num_pages: int) -> Any:
-        self.asked.append((step.num_layers, bucket, num_pages))
-        if step.num_layers >= self.refuses_layers:
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Used 17.74G of 15.75G hbm\nmore")
-        per_stage = step.num_layers // step.model.num_stages
-        sums = "\n".join("  " + SUM.format(i) for i in range(2 * per_stage + 1))
-        memory = {
-            "arguments": step.weight_bytes + num_pages * step.page_bytes + KIB,
-            "results": 0,
-            "temporaries": self.temporaries,
-            "code": 0,
-        }
-        return SimpleNamespace(memory=lambda: memory, text=TEXT.format(sums=sums))
-
-
 @pytest.fixture
 def compiler(monkeypatch) -> Answers:
     answers = Answers()
@@ -208,10 +217,7 @@ def compiler(monkeypatch) -> Answers:
     return answers
 
 
-EIGHT_LAYERS = LLAMA | {"num_hidden_layers": 8}
-
-
-def test_a_plan_has_the_compilers_memory_and_the_sums_of_all_layers(monkeypatch, compiler):
+def test_a_plan_has_the_compilers_memory_and_the_sums_of_all_layers(monkeypatch, compiler, capsys):
     step = program(monkeypatch, "v5e:2x2", EIGHT_LAYERS, mesh="tensor=4")
     plan = plans.make_plan(step, 128, is_whole=True)
     assert plan.fits and plan.layers_compiled == 8 and plan.rows == 4
@@ -227,6 +233,10 @@ def test_a_plan_has_the_compilers_memory_and_the_sums_of_all_layers(monkeypatch,
     assert plan.decode.tokens_per_second == pytest.approx(4 / plan.decode.bound.seconds)
     text = report.as_text(step, 128, plan)
     assert "tensor=4" in text and "all 8 layers compiled" in text and "17 all-reduce" in text
+    assert "as many as 4 rows of 128 can fill" in text and "replica" not in text
+    said = capsys.readouterr().err
+    assert said.count("compiling the largest step of tiny, 8 layers, 32 tokens (tensor=4") == 1
+    assert said.count("compiling the decode step") == 2
     assert json.loads(json.dumps(report.as_json(step, 128, plan)))["decode"]["bound"]["seconds"]
 
 
@@ -243,7 +253,11 @@ def test_of_a_pipeline_each_micro_batch_has_its_rows_and_replicas_add_up(monkeyp
     assert plan.rows == 4 and plan.decode.load.rows == 2
     assert plan.decode.tokens_per_second == pytest.approx(2 * 2 / plan.decode.bound.seconds)
     assert plan.decode.traffic.by_kind["all-reduce"]["count"] == 2 * 4 + 1
-    assert "one of 2 micro-batches" in report.as_text(step, 128, plan)
+    text, found = report.as_text(step, 128, plan), report.as_json(step, 128, plan)
+    assert "one of 2 micro-batches" in text and "4 at once in each of 2 replicas" in text
+    assert "tokens/s of 2 replicas together" in text and found["replicas"] == 2
+    of_one = found["decode"]["tokens_per_second_a_replica"]
+    assert found["decode"]["tokens_per_second"] == pytest.approx(2 * of_one)
 
 
 def test_what_the_compiler_refuses_does_not_fit_in_its_own_words(monkeypatch, compiler):
@@ -254,20 +268,40 @@ def test_what_the_compiler_refuses_does_not_fit_in_its_own_words(monkeypatch, co
     assert "does not fit: RESOURCE_EXHAUSTED" in report.as_text(step, 128, plan)
 
 
-def small(step: Any, limit: int) -> Any:
-    step.chip.target = dataclasses.replace(step.chip.target, memory_bytes=limit)
-    return step
-
-
 def test_weights_that_leave_no_page_are_asked_of_the_compiler_whole(monkeypatch, compiler):
-    step = small(program(monkeypatch, "v5e:2x2", EIGHT_LAYERS, mesh="tensor=4"), 100 * KIB)
+    step = program(monkeypatch, "v5e:2x2", EIGHT_LAYERS, mesh="tensor=4")
+    small(step, step.weight_bytes + KIB)
     plan = plans.make_plan(step, 128, is_whole=True)
-    needed = step.weight_bytes + step.page_bytes + 2 * KIB
-    assert plan.reason == (
-        f"by the compiler's account a device needs {needed:,} bytes, and has {100 * KIB:,}"
-    )
+    assert plan.reason == "by the compiler's account a device needs 0.00 GB, and has 0.00 GB"
+    small(step, step.weight_bytes + 2 * KIB + step.page_bytes)
+    plan = plans.make_plan(step, 128, is_whole=True)
+    assert "a tenth is held back, and the rest holds no page of 64 tokens" in plan.reason
+    small(step, step.weight_bytes + KIB)
     compiler.refuses_layers = 8
     assert "17.74G" in plans.make_plan(step, 128, is_whole=False).reason
+
+
+def test_weights_that_are_too_much_alone_are_refused_with_the_way_out(monkeypatch, compiler):
+    model = models.find_model("llama31_70b", compile_matrix.load_matrix()["models"])
+    asked = options.Asked(context=8192)
+    place = chip(monkeypatch, "h100:8")
+    step = compile_steps.StepProgram(place, model, options.engine_config(model, asked))
+    plan = plans.make_plan(step, 8192, is_whole=False)
+    assert compiler.asked == [] and not plan.fits
+    text = report.as_text(step, 8192, plan)
+    assert "one device of its 8, bfloat16" in text and "--mesh=tensor=8, --quant=" in text
+    assert "does not fit: weights of 141.11 GB a device, which has 63.7" in text
+    assert "--search for what fits" in text and "a shorter" not in text
+    compiler.refuses_layers = 80
+    assert "17.74G" in plans.make_plan(step, 8192, is_whole=True).reason
+
+
+def test_pages_say_what_their_number_comes_from(monkeypatch, compiler):
+    step = program(monkeypatch, "v5e:2x2", EIGHT_LAYERS, mesh="tensor=4")
+    small(step, step.weight_bytes + 2 * KIB + 6 * step.page_bytes)
+    assert plans.make_plan(step, 128, is_whole=False).pages_are.startswith("90 % of what weights")
+    step = program(monkeypatch, "v5e", LLAMA, overrides=["cache.num_pages=4"])
+    assert plans.make_plan(step, 128, is_whole=False).pages_are == "by cache.num_pages"
 
 
 def test_a_pool_for_less_than_one_request_does_not_fit(monkeypatch, compiler):
@@ -284,15 +318,6 @@ def test_the_search_tries_every_way_to_use_the_devices():
     assert all(mesh.num_devices == 4 for mesh in found)
 
 
-def on_four_chips(table: dict[str, Any], limit: int) -> Any:
-    """A chip of so much memory, a model, a config."""
-    with pytest.MonkeyPatch.context() as patch:
-        place = chip(patch, "v5e:2x2")
-    place.target = dataclasses.replace(place.target, memory_bytes=limit)
-    model = models.from_table("tiny", table)
-    return place, model, options.engine_config(model, options.Asked(context=128, rows=4, chunk=32))
-
-
 @pytest.fixture(scope="module")
 def listed() -> tuple[Any, Any, Any]:
     """A model that fits one chip quantized only, and what the search lists of it."""
@@ -304,6 +329,9 @@ def test_the_search_lists_what_fits_by_devices_and_then_by_speed(listed):
     place, model, found = listed
     order = [(c.num_devices, -c.tokens_per_second) for c in found]
     assert order == sorted(order)
+    for c in found:
+        assert c.replicas * c.num_devices == 4
+        assert c.tokens_per_second == pytest.approx(c.replicas * c.tokens_per_second_a_replica)
     kinds = {(c.num_devices, c.config.quantize) for c in found}
     assert (1, "int8") in kinds and (1, None) not in kinds and (2, None) in kinds
     assert all(c.config.mesh.expert == 1 for c in found), "it has no experts"
@@ -326,17 +354,11 @@ def test_the_cheapest_are_compiled_until_some_fit(listed, compiler, monkeypatch)
     assert asked == found[: len(asked)] and [c.plan.fits for c in asked].count(True) == 2
     assert not asked[0].plan.fits and asked[-1].plan.fits, "of one device none fits so"
     text = report.search_text(place, model, 128, found)
+    head, line = (text.splitlines()[at].split() for at in (1, 2))
+    assert head[:3] == ["devices", "replicas", "mesh"] and line[:2] == ["1", "4"]
     assert "compiled" in text and "does not fit: " in text and "by arithmetic" in text
     assert len(json.loads(json.dumps(report.search_json(found)))) == len(found)
     assert "no mesh of these devices holds it" in report.search_text(place, model, 128, [])
-
-
-def run(*args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "scripts/plan.py", *args]
-    quick = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
-    return subprocess.run(
-        command, cwd=ROOT, env=os.environ | quick, capture_output=True, text=True, timeout=300
-    )
 
 
 def test_a_plan_for_two_cpu_devices_from_end_to_end(tmp_path):
@@ -354,6 +376,25 @@ def test_a_plan_for_two_cpu_devices_from_end_to_end(tmp_path):
     assert found["memory"]["temporaries"] > 0
 
 
-def test_the_script_answers_a_wrong_flag_and_leaves(tmp_path):
-    done = run("--model=llama31_70b", "--target=v5e:4x4", "--mesh=tensr=16")
-    assert done.returncode == 1 and "plan: --mesh has 'tensr=16'" in done.stderr
+WRONG = {
+    "--mesh=tensr=16": "--mesh has 'tensr=16'",
+    "--compiled=0": "--compiled=0",
+    "--nosuch": "Unknown command line flag 'nosuch'",
+    "--model=": "--model and --target are needed",
+    "--model=/nonexist/x": "no such file or directory",
+    "--json=/nonexist/a.json": "is in no directory",
+    "--json=/": "is a directory",
+    "--model={encoder}": "is an encoder (bert): plans are of models that generate",
+    "--model={large}": "the sizes are beyond what can be planned",
+}
+
+
+def test_the_script_answers_what_is_wrong_in_a_line_and_leaves_with_2(tmp_path):
+    bert = LLAMA | {"model_type": "bert", "type_vocab_size": 2, "hidden_act": "gelu"}
+    places = {"encoder": bert, "large": LLAMA | {"vocab_size": 10**16}}
+    for name, keys in places.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(keys))
+    flags = [flag.format(**{n: tmp_path / f"{n}.json" for n in places}) for flag in WRONG]
+    for (code, said), flag, reason in zip(answers_to(flags), flags, WRONG.values(), strict=True):
+        lines = [line for line in said.splitlines() if line.startswith("plan: ")]
+        assert code == 2 and len(lines) == 1 and reason in lines[0], (flag, said)

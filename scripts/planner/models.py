@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxinfer.loading import Checkpoint, CheckpointError, open_checkpoint
+from jaxinfer.loading import DEMO, Checkpoint, CheckpointError, open_checkpoint
 from jaxinfer.loading.assign import functional_model
+from jaxinfer.loading.quantized.scheme import unite
 from jaxinfer.models import HF_FAMILIES
 from jaxinfer.models.family import Family
 from jaxinfer.nn.layers import Numerics
@@ -20,10 +21,11 @@ MOST_INT4_BYTES = 0.8
 
 class Stored(NamedTuple):
     """How a checkpoint's products are quantized: its own word, and the engine's recipe that takes
-    about as many bytes."""
+    about as many bytes; or why the engine does not read such weights, and what to do."""
 
     method: str
-    recipe: str
+    recipe: str | None
+    refusal: str = ""
 
 
 class Named(NamedTuple):
@@ -56,25 +58,29 @@ def from_table(name: str, table: Mapping[str, Any]) -> Named:
 
 def find_model(name: str, tables: Mapping[str, Mapping[str, Any]]) -> Named:
     """The model of that name among `tables`, or of a checkpoint: a directory (a config.json will
-    do), a config.json, a .gguf file, a hub id. `ValueError` says what there is."""
+    do), a config.json, a .gguf file, a hub id, "demo". `ValueError` says what there is."""
     if name in tables:
         return from_table(name, tables[name])
-    if not Path(name).exists() and "/" not in name:
+    if name != DEMO and not Path(name).exists() and "/" not in name:
         raise ValueError(
-            f"no model {name!r}; there are {', '.join(tables)}, or give a Hugging Face directory, "
-            "a config.json, a .gguf file or a hub id (organisation/name)"
+            f"no model {name!r}; there are {', '.join(tables)}, {DEMO}, or give a Hugging Face "
+            "directory, a config.json, a .gguf file or a hub id (organisation/name)"
         )
     try:
         checkpoint = open_checkpoint(name, needs_weights=False)
         model = functional_model(checkpoint, Numerics())
     except CheckpointError as error:
         raise ValueError(str(error)) from error
+    if not hasattr(model.config, "cache"):
+        raise ValueError(
+            f"{name} is an encoder ({model.family.name}): plans are of models that generate"
+        )
     return Named(name, model.family, model.config, stored_as(checkpoint))
 
 
 def stored_as(checkpoint: Checkpoint) -> Stored | None:
     """By the tensors of a .gguf file, else by config.json's `quantization_config`; None where
-    weights are plain numbers, or of a method that the engine would refuse."""
+    weights are plain numbers."""
     if checkpoint.format == "gguf":
         packed = [tensor for tensor in checkpoint.tensors.values() if tensor.is_packable]
         if not packed:
@@ -82,7 +88,13 @@ def stored_as(checkpoint: Checkpoint) -> Stored | None:
         num_weights = sum(math.prod(tensor.shape) for tensor in packed)
         is_int4 = sum(tensor.nbytes for tensor in packed) <= MOST_INT4_BYTES * num_weights
         return Stored("gguf", "int4" if is_int4 else "int8")
-    config = checkpoint.metadata.get("quantization_config") or {}
+    config = checkpoint.metadata.get("quantization_config")
+    if not config:  # as the engine takes it
+        return None
+    problems: list[str] = []
+    unite({}, config, problems)
+    if problems:
+        return Stored("unread", None, "; ".join(problems))
     match config:
         case {"quant_method": ("awq" | "gptq") as method}:
             bits = config.get("bits", config.get("w_bit", 4))
@@ -91,9 +103,10 @@ def stored_as(checkpoint: Checkpoint) -> Stored | None:
             return Stored("mxfp4", "int8")
         case {"quant_method": "fp8"}:
             return Stored("fp8", "float8")
-        case {"quant_method": "compressed-tensors", "config_groups": {**groups}} if groups:
+        case {"quant_method": "compressed-tensors", "config_groups": {**groups}}:
             return Stored("compressed-tensors", _recipe_of(next(iter(groups.values()))))
-    return None
+    method = config["quant_method"]
+    return Stored(method, None, f"plans do not know how many bytes weights of {method} take")
 
 
 def _recipe_of(group: Mapping[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,10 +18,12 @@ from compile_steps import (
     others_of,
     plan_of,
 )
+from compile_target import Compiled
 from compile_text import first_reason, parse
 
 from jaxinfer.memory import MemoryPlan
 from jaxinfer.options import ConfigError
+from planner.options import show_mesh
 from planner.roofline import Bound, Load, Work, bound, link_seconds, work_of
 
 
@@ -41,13 +44,16 @@ class StepFigures:
     work: Work
     traffic: Traffic
     bound: Bound
-    tokens_per_second: float  # of all replicas, with a micro-batch in every stage
+    # With a micro-batch in every stage: of all replicas, and of one.
+    tokens_per_second: float
+    tokens_per_second_a_replica: float
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """What was found. `memory` is of the largest step on one device, by the compiler's account of
-    `layers_compiled` layers; empty, and no figures, where it gave none."""
+    `layers_compiled` layers; empty, and no figures, where it gave none. Pages and rows are one
+    replica's."""
 
     fits: bool
     reason: str  # why it does not
@@ -55,6 +61,7 @@ class Plan:
     memory: Mapping[str, Any]
     num_pages: int = 0
     tokens_cached: int = 0
+    pages_are: str = ""  # what their number comes from
     rows: int = 0  # requests at the context, at once
     decode: StepFigures | None = None
     prefill: StepFigures | None = None
@@ -64,24 +71,26 @@ def make_plan(program: StepProgram, context: int, *, is_whole: bool) -> Plan:
     """Compile what a plan needs. A few layers of the largest step tell its temporaries, and so the
     pages; with `is_whole` all of it is compiled then, with all those pages. Of the decode step two
     depths tell what the other layers send."""
+    if program.weight_bytes > program.chip.target.limit_bytes:
+        return _too_heavy(program, is_whole=is_whole)
     largest = program.config.buckets[-1]
     part = program.with_layers(DEEP)
     try:
-        probe = part.compile(largest, 1)
+        probe = _compile(part, largest, 1, "the largest step")
     except jax.errors.JaxRuntimeError as error:
         return Plan(False, first_reason(error), part.num_layers, {})
     others = others_of(part, probe.memory(), program)
     try:
         pages = plan_of(program, others)
-    except ConfigError:
-        return _refused(program, others)
+    except ConfigError as error:
+        return _refused(program, str(error))
     taken = {"arguments": program.weight_bytes + pages.cache_bytes, **others}
     taken["arguments"] += taken.pop("other_state")
     compiled, layers = probe, part.num_layers
     if is_whole:
         layers = program.num_layers
         try:
-            compiled = program.compile(largest, pages.num_pages)
+            compiled = _compile(program, largest, pages.num_pages, "the largest step")
         except jax.errors.JaxRuntimeError as error:
             return Plan(False, first_reason(error), layers, {})
         taken = compiled.memory()
@@ -89,18 +98,23 @@ def make_plan(program: StepProgram, context: int, *, is_whole: bool) -> Plan:
     reason = "" if memory["fits"] else _too_much(memory["total"], memory["limit"])
     rows = rows_at(program, pages, context)
     if not reason and rows == 0:
+        weights, temporaries = (gigabytes(memory[name]) for name in ("weights", "temporaries"))
         reason = (
-            f"a request of {context:,} tokens: beside {memory['weights']:,} bytes of weights and "
-            f"{memory['temporaries']:,} of temporaries there is room for {pages.num_tokens:,}"
+            f"a request of {context:,} tokens: beside {weights} of weights and {temporaries} of "
+            f"temporaries there is room for {pages.num_tokens:,} ({pages_are(program, pages)})"
         )
-    plan = Plan(not reason, reason, layers, memory, pages.num_pages, pages.num_tokens, rows)
+    counts = (pages.num_pages, pages.num_tokens, pages_are(program, pages), rows)
+    plan = Plan(not reason, reason, layers, memory, *counts)
     if reason:
         return plan
     decode = decode_load(program, rows, context)
     chunk = Load(1, min(largest, context), context)
     bucket = _bucket(program, decode.num_tokens)
-    of_chunk = traffic_of(program, compiled.text) if is_whole else _traffic(program, largest)
-    of_decode = of_chunk if bucket == largest else _traffic(program, bucket)
+    name = "the largest step"
+    of_chunk = traffic_of(program, compiled.text) if is_whole else _traffic(program, largest, name)
+    of_decode = of_chunk
+    if bucket != largest:
+        of_decode = _traffic(program, bucket, "the decode step")
     return dataclasses.replace(
         plan,
         decode=figures(program, decode, of_decode, rows / program.model.num_stages),
@@ -108,18 +122,65 @@ def make_plan(program: StepProgram, context: int, *, is_whole: bool) -> Plan:
     )
 
 
-def _refused(program: StepProgram, others: dict[str, int]) -> Plan:
-    """Not one page fits by the account of a few layers: the compiler is asked for all, with one."""
+def _compile(program: StepProgram, bucket: int, num_pages: int, what: str) -> Compiled:
+    """Said before it begins, since it may take minutes."""
+    config, name = program.config, program.named.name
+    how = f"{show_mesh(config.mesh.sizes)}, {config.quantize or config.dtype}"
+    of_layers = f"{program.num_layers} layers, {bucket:,} tokens"
+    text = f"compiling {what} of {name}, {of_layers} ({how})..."
+    print(text, file=sys.stderr, flush=True)
+    return program.compile(bucket, num_pages)
+
+
+def _too_heavy(program: StepProgram, *, is_whole: bool) -> Plan:
+    """Weights alone are too much: by arithmetic, and with `is_whole` in the compiler's words."""
+    weights, limit = gigabytes(program.weight_bytes), gigabytes(program.chip.target.limit_bytes)
+    reason = f"weights of {weights} a device, which has {limit}"
+    if not is_whole:
+        return Plan(False, reason, 0, {})
+    print(f"{reason}: too much, which the compiler is asked to confirm", file=sys.stderr)
+    found = _refused(program, "")
+    return dataclasses.replace(found, reason=f"{reason}; {found.reason}")
+
+
+def _refused(program: StepProgram, why: str) -> Plan:
+    """Not one page fits by the account of a few layers: the compiler is asked for all, with one.
+    Where sizes of the cache are set, `why`, if anything, is all."""
+    cache, limit = program.config.cache, program.chip.target.limit_bytes
+    if why and (cache.num_pages is not None or cache.memory_bytes is not None):
+        return Plan(False, why, 0, {})
     try:
-        compiled = program.compile(program.config.buckets[-1], 1)
+        compiled = _compile(program, program.config.buckets[-1], 1, "the largest step")
     except jax.errors.JaxRuntimeError as error:
         return Plan(False, first_reason(error), program.num_layers, {})
-    total, limit = sum(compiled.memory().values()), program.chip.target.limit_bytes
-    return Plan(False, _too_much(total, limit), program.num_layers, {})
+    total = sum(compiled.memory().values())
+    reason = _too_much(total, limit)
+    if total <= limit:
+        reason = (
+            f"of {gigabytes(limit)} a device, weights and a step take "
+            f"{gigabytes(total - program.page_bytes)}; of what is left a tenth is held back, and "
+            f"the rest holds no page of {cache.page_size} tokens"
+        )
+    return Plan(False, reason, program.num_layers, {})
 
 
 def _too_much(total: int, limit: int) -> str:
-    return f"by the compiler's account a device needs {total:,} bytes, and has {limit:,}"
+    needed = f"by the compiler's account a device needs {gigabytes(total)}"
+    return f"{needed}, and has {gigabytes(limit)}"
+
+
+def gigabytes(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:,.2f} GB"
+
+
+def pages_are(program: StepProgram, pages: MemoryPlan) -> str:
+    """What their number comes from: more than all rows can fill are never made."""
+    cache, rows = program.config.cache, program.config.scheduler.max_rows
+    if cache.num_pages is not None or cache.memory_bytes is not None:
+        return f"by {pages.source}"
+    if pages.num_pages >= -(-rows * program.max_len // cache.page_size):
+        return f"as many as {rows} rows of {program.max_len:,} can fill"
+    return "90 % of what weights and temporaries leave"
 
 
 def rows_at(program: StepProgram, pages: MemoryPlan, context: int) -> int:
@@ -134,11 +195,11 @@ def decode_load(program: StepProgram, rows: int, context: int) -> Load:
 
 
 def figures(program: StepProgram, load: Load, traffic: Traffic, tokens: float) -> StepFigures:
-    """Of a step that yields `tokens`."""
+    """Of a step that yields `tokens` in each replica."""
     work = work_of(program, load)
     least = bound(work, program.chip.target, traffic.seconds)
-    rate = program.config.mesh.data * tokens / least.seconds
-    return StepFigures(load, _bucket(program, load.num_tokens), work, traffic, least, rate)
+    rate, bucket = tokens / least.seconds, _bucket(program, load.num_tokens)
+    return StepFigures(load, bucket, work, traffic, least, program.config.mesh.data * rate, rate)
 
 
 def _bucket(program: StepProgram, num_tokens: int) -> int:
@@ -152,16 +213,17 @@ def traffic_of(program: StepProgram, text: str) -> Traffic:
     return Traffic(collectives(module), link_seconds(find(module), program.chip.target, sizes))
 
 
-def _traffic(program: StepProgram, bucket: int) -> Traffic:
+def _traffic(program: StepProgram, bucket: int, name: str) -> Traffic:
     """Of the step of `bucket` tokens of all layers, from two depths: layers are unrolled, and each
     sends what another does."""
     if program.chip.mesh is None:
         return Traffic({}, 0.0)
     depths = (SHALLOW, DEEP)
     if program.num_layers <= DEEP * program.model.num_stages:
-        return traffic_of(program, program.compile(bucket, FEW_PAGES).text)
+        return traffic_of(program, _compile(program, bucket, FEW_PAGES, name).text)
     parts = [program.with_layers(depth) for depth in depths]
-    shallow, deep = (traffic_of(part, part.compile(bucket, FEW_PAGES).text) for part in parts)
+    texts = (_compile(part, bucket, FEW_PAGES, name).text for part in parts)
+    shallow, deep = (traffic_of(part, text) for part, text in zip(parts, texts, strict=True))
     layers = [part.num_layers / part.model.num_stages for part in parts]
     times = (program.num_layers / program.model.num_stages - layers[1]) / (layers[1] - layers[0])
     more = lambda a, b: b + (b - a) * times

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from compile_matrix import Target
@@ -12,23 +12,20 @@ from compile_steps import StepProgram
 from compile_target import Chip
 
 from planner.models import Named
-from planner.plans import Plan, StepFigures
+from planner.options import show_mesh
+from planner.plans import Plan, StepFigures, gigabytes
 from planner.roofline import flop_rate
 from planner.search import Candidate
 
 
-def show_mesh(sizes: Mapping[str, int]) -> str:
-    """As `--mesh` takes it."""
-    return ",".join(f"{axis}={n}" for axis, n in sizes.items() if n > 1) or "one device"
-
-
 def as_json(program: StepProgram, context: int, plan: Plan) -> dict[str, Any]:
-    """Everything that was found; bytes and seconds are one device's."""
+    """Everything that was found; bytes and seconds are one device's, rows and pages a replica's."""
     found = {
         "model": program.named.name,
         "target": program.chip.target.name,
         "mesh": program.config.mesh.sizes,
         "devices": program.config.mesh.num_devices,
+        "replicas": program.config.mesh.data,
         "quantize": program.config.quantize,
         "context": context,
         "layers": program.num_layers,
@@ -43,21 +40,24 @@ def as_json(program: StepProgram, context: int, plan: Plan) -> dict[str, Any]:
 
 def as_text(program: StepProgram, context: int, plan: Plan) -> str:
     config, target = program.config, program.chip.target
+    replicas, num_devices = config.mesh.data, target.num_devices
+    of_all = f" of its {num_devices}" if config.mesh.num_devices < num_devices else ""
     lines = [
-        f"{program.named.name} on {target.name}: {show_mesh(config.mesh.sizes)}, "
+        f"{program.named.name} on {target.name}: {show_mesh(config.mesh.sizes)}{of_all}, "
         f"{config.quantize or config.dtype}, context {context:,}"
     ]
     stored = program.named.stored
-    if stored is not None and config.quantize is not None:
+    if stored is not None and not stored.refusal and config.quantize is not None:
         lines.append(f"  its {stored.method} weights are planned as {config.quantize}")
     if plan.memory:
         lines += _memory(program, plan)
     if not plan.fits:
-        return "\n".join([*lines, f"does not fit: {plan.reason}"])
+        return "\n".join([*lines, f"does not fit: {plan.reason}", f"  {way_out(program)}"])
+    of_each = f" in each of {replicas} replicas" if replicas > 1 else ""
     lines += [
         f"  cache        {plan.tokens_cached:,} tokens in {plan.num_pages:,} pages of "
-        f"{config.cache.page_size}",
-        f"  rows         {plan.rows} at once of {context:,} tokens (slots for "
+        f"{config.cache.page_size}{of_each}: {plan.pages_are}",
+        f"  rows         {plan.rows} at once{of_each}, of {context:,} tokens (slots for "
         f"{config.scheduler.max_rows})",
     ]
     stages = program.model.num_stages
@@ -65,10 +65,25 @@ def as_text(program: StepProgram, context: int, plan: Plan) -> str:
     assert plan.decode is not None and plan.prefill is not None
     decode, chunk = plan.decode.load, plan.prefill.load
     lines += ["", f"decode step: {decode.rows} rows at {decode.context:,} tokens{of_stage}"]
-    lines += _step(plan.decode, target)
+    lines += _step(plan.decode, target, replicas)
     lines += ["", f"prefill chunk: the last {chunk.new:,} tokens of {chunk.context:,}{of_stage}"]
-    lines += _step(plan.prefill, target)
+    lines += _step(plan.prefill, target, replicas)
     return "\n".join(lines)
+
+
+def way_out(program: StepProgram) -> str:
+    """What to try with a plan that does not fit."""
+    config, num_devices = program.config, program.chip.target.num_devices
+    ways = []
+    if config.mesh.num_devices < num_devices:
+        ways.append(f"--mesh=tensor={num_devices}")
+    if config.quantize is None:
+        ways.append("--quant=int8 or int4")
+    if num_devices > 1:
+        ways.append("--search for what fits these devices")
+    if program.weight_bytes <= program.chip.target.limit_bytes:
+        ways.append("a shorter --context")
+    return f"try {', '.join([*ways, 'a larger --target'])}"
 
 
 def _memory(program: StepProgram, plan: Plan) -> list[str]:
@@ -88,7 +103,7 @@ def _memory(program: StepProgram, plan: Plan) -> list[str]:
     return [*lines, f"  {'in all':12} {total} ({of_layers})"]
 
 
-def _step(step: StepFigures, target: Target) -> list[str]:
+def _step(step: StepFigures, target: Target, replicas: int) -> list[str]:
     work, least = step.work, step.bound
     rate = f"{target.memory_rate / 1e9:,.0f} GB/s"
     kinds = [(kind, n) for kind, n in work.flops.items() if n]
@@ -108,6 +123,8 @@ def _step(step: StepFigures, target: Target) -> list[str]:
         for kind, totals in step.traffic.by_kind.items()
     ]
     speed = f"at most {step.tokens_per_second:,.0f} tokens/s"
+    if replicas > 1:
+        speed += f" of {replicas} replicas together ({step.tokens_per_second_a_replica:,.0f} each)"
     terms = "max(weights + cache, products) + links"
     total = f"at least {least.seconds * 1e3:,.3f} ms = {terms}, most of it {least.limit}; {speed}"
     return [*lines, f"  {total}"]
@@ -117,12 +134,9 @@ def _term(name: str, amount: str, rate: str, seconds: float) -> str:
     return f"  {name:18} {amount:>14} at {rate:>14}  {seconds * 1e3:10.3f} ms"
 
 
-def gigabytes(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:,.2f} GB"
-
-
 def search_json(found: Sequence[Candidate]) -> list[dict[str, Any]]:
-    """Every candidate, cheapest first."""
+    """Every candidate, cheapest first; `tokens_per_second` are of all replicas, what is counted
+    beside is one's."""
     return [
         {
             "mesh": candidate.config.mesh.sizes,
@@ -139,11 +153,15 @@ def search_json(found: Sequence[Candidate]) -> list[dict[str, Any]]:
     ]
 
 
-SEARCH_HEAD = ["devices", "mesh", "weights", "GB a device", "tokens cached", "rows", "tokens/s"]
+SEARCH_HEAD = [
+    "devices", "replicas", "mesh", "weights", "GB a device", "tokens cached", "rows", "tokens/s",
+    "verdict",
+]  # fmt: skip
 
 
 def search_text(chip: Chip, model: Named, context: int, found: Sequence[Candidate]) -> str:
-    """A line a candidate. Figures are of one replica; tokens/s are the decode step's bound."""
+    """A line a candidate. Figures are of one replica, but for tokens/s, the decode step's bound,
+    which are of all: of every device of the target."""
     head = f"{model.name} on {chip.target.name}, context {context:,}: "
     if not found:
         return head + "no mesh of these devices holds it, by arithmetic"
@@ -155,13 +173,14 @@ def search_text(chip: Chip, model: Named, context: int, found: Sequence[Candidat
         )  # fmt: skip
         if plan is not None and plan.fits and plan.decode is not None:
             tokens, rows = plan.tokens_cached, plan.rows
-            rate = plan.decode.tokens_per_second / config.mesh.data
+            rate = plan.decode.tokens_per_second
         verdict = "by arithmetic"
         if plan is not None:
             verdict = "compiled" if plan.fits else f"does not fit: {plan.reason}"
         lines.append(
             [
                 str(candidate.num_devices),
+                str(candidate.replicas),
                 show_mesh({**config.mesh.sizes, "data": 1}),
                 config.quantize or config.dtype,
                 f"{candidate.weight_bytes / 1e9:,.2f}",
@@ -171,4 +190,5 @@ def search_text(chip: Chip, model: Named, context: int, found: Sequence[Candidat
                 verdict,
             ]
         )
-    return head + "cheapest first\n" + table([*SEARCH_HEAD, "verdict"], lines)
+    what = "cheapest first; tokens/s are of all replicas together, all else of one\n"
+    return head + what + table(SEARCH_HEAD, lines)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 
 from compile_collectives import Collective
@@ -32,15 +33,17 @@ RESERVE = 0.04
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A mesh and a quantization that fit by arithmetic; per replica."""
+    """A mesh and a quantization that fit by arithmetic; per replica where nothing else is said."""
 
     config: EngineConfig
     num_devices: int
+    replicas: int  # which together take all devices of the target
     weight_bytes: int
     tokens_cached: int
     rows: int
     decode: Bound
-    tokens_per_second: float
+    tokens_per_second: float  # of all replicas
+    tokens_per_second_a_replica: float
     plan: Plan | None = None  # as compiled
 
     @property
@@ -116,14 +119,17 @@ def by_arithmetic(chip: Chip, model: Named, config: EngineConfig, context: int) 
     )
     terms = map(of_all, *map(dataclasses.astuple, bounds))
     least = Bound(*terms)
+    replicas, rate = config.mesh.data, rows / stages / least.seconds
     return Candidate(
         config,
-        config.mesh.num_devices // config.mesh.data,
+        config.mesh.num_devices // replicas,
+        replicas,
         weight_bytes,
         pages.num_tokens,
         rows,
         least,
-        rows / stages / least.seconds,
+        replicas * rate,
+        rate,
     )
 
 
@@ -151,6 +157,11 @@ def search(
     num_compiled: int,
 ) -> list[Candidate]:
     """Candidates, cheapest first; compiled, a few layers of each, until `num_compiled` fit."""
+    print(
+        f"trying all meshes of {len(chip.devices)} devices, by arithmetic...",
+        file=sys.stderr,
+        flush=True,
+    )
     found = candidates(chip, model, config, quantizations, context)
     num_fitting = 0
     for i, candidate in enumerate(found):
