@@ -22,6 +22,7 @@ import numpy as np
 from jaxinfer.admission import Admissible, Limits, check_ids, check_priority, context_len
 from jaxinfer.config import EngineConfig
 from jaxinfer.detokenizer import TextStream
+from jaxinfer.hosts import HostsError
 from jaxinfer.models.functional import FunctionalModel, Weights
 from jaxinfer.numerics import check_numerics, check_weights
 from jaxinfer.pages import PagePool, root_key
@@ -289,8 +290,13 @@ class Engine:
     def _recovering(self) -> Iterator[None]:
         try:
             yield
+        except HostsError:  # no process is left to recover with
+            raise
         except BaseException:
-            self._recover()
+            try:
+                self._recover()
+            except HostsError as lost:  # which is what the other error was of
+                raise lost from None
             raise
 
     def _recover(self) -> None:

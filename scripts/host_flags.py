@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import sys
 import traceback
 from collections.abc import Iterator
@@ -56,6 +57,8 @@ def joined() -> Iterator[Peers]:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", _CPU_DEVICES.value)
     peers = _join()
+    if peers.num_processes > 1 and jax.default_backend() == "cpu":
+        _keep_stdout()
     try:
         yield peers
     except KeyboardInterrupt:
@@ -66,6 +69,14 @@ def joined() -> Iterator[Peers]:
             peers.abandon(error, _report(error))
         raise
     _part(peers)
+
+
+def _keep_stdout() -> None:
+    """For what is printed here: gloo, by which CPUs reach each other, writes there too."""
+    sys.stdout.flush()
+    own = os.dup(1)
+    os.dup2(2, 1)
+    sys.stdout = os.fdopen(own, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)
 
 
 def follow_process_0(model: str, config: EngineConfig, peers: Peers) -> int:

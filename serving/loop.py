@@ -35,6 +35,7 @@ from absl import logging
 
 from jaxinfer import Embedder, Engine, InvalidRequestError, Replicas
 from jaxinfer.engine import Update
+from jaxinfer.hosts import HostsError
 from jaxinfer.request import Request, TokenLogprobs
 from jaxinfer.serving.config import LimitsConfig
 from jaxinfer.serving.errors import ErrorKind, ServiceError
@@ -315,6 +316,8 @@ class EngineLoop:
                 else:
                     self._has_mail.wait()
             self._read_inbox()  # the aborts of what was under way
+        except HostsError as error:  # of another process: no place here explains it
+            self._call(self._died, error)
         except BaseException as error:
             logging.exception("the engine's thread died")
             self._call(self._died, error)

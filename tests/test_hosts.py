@@ -146,6 +146,33 @@ def test_a_follower_that_is_killed_ends_process_0(tokens):
     assert "process 1 (127.0.0.1:" in lines[0] and "is lost: its connection closed" in lines[0]
 
 
+def test_the_script_prints_answers_on_stdout_and_nothing_else(folder):
+    """Gloo, which writes there too, does it to stderr."""
+    port = free_port()
+    command = [sys.executable, "scripts/generate.py", f"--model={folder}", "--prompt=Hi"]
+    command += ["--format=jsonl", "--max_tokens=2", "--cpu_devices=1", "--set", "mesh.tensor=2"]
+    for option in ("warm_up=false", "cache.num_pages=8", "max_len=64"):
+        command += ["--set", option]
+    command += [f"--coordinator=127.0.0.1:{port}", "--num_processes=2"]
+    processes = [
+        subprocess.Popen(
+            [*command, f"--process_id={i}"],
+            cwd=SCRIPT.parent.parent,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    try:
+        out = [process.communicate(timeout=STARTED_S)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0]
+    assert json.loads(out[0])["prompt"] == "Hi" and out[1] == ""
+
+
 def test_process_0_that_is_killed_ends_the_others(tmp_path):
     """In a job that jax finds by itself."""
     group = start(tmp_path, by_slurm=True)

@@ -8,16 +8,20 @@ import socket
 import statistics
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from absl import logging
 
+from jaxinfer import Engine
 from jaxinfer.hosts import ALONE, HostsError, follow
 from jaxinfer.hosts.joining import admit_all, knock, listen
-from jaxinfer.hosts.links import Watch
+from jaxinfer.hosts.links import Link, Watch
 from jaxinfer.hosts.messages import (
     MAX_FRAME_BYTES,
     Message,
@@ -129,6 +133,11 @@ def test_a_call_arrives_as_it_was_sent():
     for sent, got in zip(arrays, received, strict=True):
         assert got.dtype == sent.dtype and got.flags.aligned and got.flags.owndata
         np.testing.assert_array_equal(got, sent)
+
+
+def test_steps_are_counted_beyond_32_bits():
+    check = Message(Op.CHECK, pack_call(2**31 + 5, [PLAN]), 0)
+    assert unpack_call(check).number == 2**31 + 5
 
 
 @pytest.mark.parametrize("head", [frame(Op.BEAT)[:4] + b"\xff", b"\0\0\0\0\1", b"GET / HT"])
@@ -267,6 +276,48 @@ def test_silence_is_a_loss_and_a_beat_is_none(is_silent, group, monkeypatch):
     else:
         time.sleep(1.2)
         assert not leader.losses and not follower.losses
+
+
+def test_a_watch_that_stood_still_blames_nobody_for_it(group, monkeypatch):
+    warnings: list[str] = []
+    monkeypatch.setattr(logging, "warning", lambda text, *values: warnings.append(text % values))
+    leader, follower = group(silence_s=0.5)
+    watch = leader.peers.watch
+    read, stops = watch._read, [1.5]
+
+    def stopped(link: Link) -> bool:
+        has_more = read(link)
+        if stops:
+            time.sleep(stops.pop())  # as by SIGSTOP
+        return has_more
+
+    monkeypatch.setattr(watch, "_read", stopped)
+    monkeypatch.setattr(follower.peers.watch, "_silence_s", 60.0)
+    until(lambda: warnings)
+    time.sleep(0.7)
+    assert not leader.losses and not follower.losses
+    assert "this process stood still for 1." in warnings[0] and "silence_s is 0.5" in warnings[0]
+    assert len(warnings) == 1
+
+
+@pytest.mark.parametrize("error", [HostsError("process 1 is lost"), RuntimeError("gloo")])
+def test_an_engine_that_lost_a_process_says_that_alone(error):
+    """No error of the recovery after that of the step, whichever notices the loss."""
+    recovered: list[bool] = []
+
+    def recover() -> None:
+        recovered.append(True)
+        raise HostsError("process 1 is lost")
+
+    engine: Any = SimpleNamespace(_recover=recover)
+    with (
+        pytest.raises(HostsError, match="process 1 is lost") as caught,
+        Engine._recovering(engine),
+    ):
+        raise error
+    printed = "".join(traceback.format_exception(caught.value))
+    assert "During handling of the above exception" not in printed
+    assert recovered == ([] if isinstance(error, HostsError) else [True])
 
 
 def test_a_goodbye_is_no_loss(group):

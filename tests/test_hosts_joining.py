@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from jaxinfer import ConfigError
-from jaxinfer.hosts import HostsConfig, HostsError
+from jaxinfer.hosts import HostsConfig, HostsError, joining, start
 from jaxinfer.hosts.joining import admit_all, knock, listen
 from jaxinfer.hosts.links import Link, Watch
 from jaxinfer.hosts.messages import Op, frame, pack_json
@@ -42,6 +43,19 @@ def door() -> Iterator[Callable[..., Door]]:
 def join_as(door: Door, process_id: int, num_processes: int, **changes) -> Link:
     options = {"key": b"k", "facts": FACTS, "timeout_s": 5.0, **changes}
     return knock(door.address, process_id, num_processes, **options)
+
+
+def say_hello(door: Door, hello: bytes) -> socket.socket:
+    """A process of ours that has proved itself, and says this."""
+    connection = socket.create_connection(door.address, timeout=5.0)
+    joining._prove_and_check(connection, b"k", time.monotonic() + 5.0)
+    connection.sendall(frame(Op.HELLO, hello))
+    return connection
+
+
+def close(*links: Link) -> None:
+    for link in links:
+        link.connection.close()
 
 
 def both(function: Callable[[], Any]) -> list[Any]:
@@ -84,13 +98,118 @@ def test_a_stranger_and_one_with_another_key_are_turned_away_and_the_door_stays_
     opened = door(2)
     with socket.create_connection(opened.address) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n" + b"\r\n" * 60)
-        with pytest.raises(HostsError, match=r"did not get in .*see what process 0 says"):
+        began = time.monotonic()
+        # At once, and it says how long it took.
+        with pytest.raises(
+            HostsError, match=r"did not get in within 0\.\d s .*another channel key"
+        ):
             join_as(opened, 1, 2, key=b"another")
+        assert time.monotonic() - began < 2
         link = join_as(opened, 1, 2)
     [accepted] = opened.outcome()
     assert accepted.process_id == 1
     link.connection.close()
     accepted.connection.close()
+
+
+def test_strangers_that_say_nothing_keep_nobody_out(door):
+    opened = door(3)
+    with contextlib.ExitStack() as strangers:
+        for _ in range(4):
+            strangers.enter_context(socket.create_connection(opened.address))
+        began = time.monotonic()
+        with ThreadPoolExecutor(2) as pool:
+            links = list(pool.map(lambda i: join_as(opened, i, 3), (1, 2)))
+        assert time.monotonic() - began < 2
+        close(*links, *opened.outcome())
+
+
+def test_a_stranger_has_no_longer_than_process_0_itself(door):
+    opened = door(2, timeout_s=0.3)
+    began = time.monotonic()
+    with socket.create_connection(opened.address):
+        assert "1 did not join" in str(opened.outcome())
+    assert time.monotonic() - began < 2
+
+
+def test_a_stranger_with_a_byte_now_and_then_is_turned_away(door, monkeypatch):
+    monkeypatch.setattr(joining, "HANDSHAKE_S", 0.4)
+    opened = door(2)
+    began = time.monotonic()
+    with socket.create_connection(opened.address, timeout=0.1) as stranger:
+        assert len(stranger.recv(64)) == 32
+        with contextlib.suppress(ConnectionError):
+            while True:
+                assert time.monotonic() - began < 3, "it is still listened to"
+                stranger.sendall(b"x")
+                with contextlib.suppress(TimeoutError):
+                    if not stranger.recv(1):
+                        break
+    close(join_as(opened, 1, 2), *opened.outcome())
+
+
+def test_a_handshake_that_is_cut_off_is_tried_again(monkeypatch):
+    monkeypatch.setattr(joining, "HANDSHAKE_S", 0.3)
+
+    def open_late(listener: socket.socket) -> list[Link]:
+        listener.settimeout(5.0)
+        listener.accept()[0].close()
+        silent, _ = listener.accept()
+        with silent:
+            return admit_all(listener, 2, b"k", FACTS, 5.0)
+
+    with listen("127.0.0.1", 0) as listener, ThreadPoolExecutor(1) as pool:
+        future = pool.submit(open_late, listener)
+        address = listener.getsockname()[:2]
+        link = knock(address, 1, 2, key=b"k", facts=FACTS, timeout_s=8.0)
+        close(link, *future.result())
+
+
+@pytest.mark.parametrize(
+    "hello",
+    [
+        b"[" * 200_000,
+        pack_json({"process_id": True, "num_processes": 2, "facts": FACTS}),
+        pack_json({"process_id": 1, "num_processes": 2, "facts": {**FACTS, "jax": [[]]}}),
+        b"[1]",
+    ],
+    ids=["deep", "bool", "facts", "list"],
+)
+def test_a_hello_that_is_none_is_turned_away_and_the_door_stays_open(hello, door):
+    opened = door(2)
+    with say_hello(opened, hello) as stranger, contextlib.suppress(ConnectionError):
+        assert stranger.recv(64) == b""
+    close(join_as(opened, 1, 2), *opened.outcome())
+
+
+def test_a_process_that_ended_while_others_are_awaited_may_come_again(door):
+    opened = door(3)
+    hello = pack_json({"process_id": 1, "num_processes": 3, "facts": FACTS})
+    with say_hello(opened, hello):
+        time.sleep(0.2)  # it is in
+    with ThreadPoolExecutor(2) as pool:
+        links = list(pool.map(lambda i: join_as(opened, i, 3), (1, 2)))
+    accepted = opened.outcome()
+    assert [link.process_id for link in accepted] == [1, 2]
+    close(*links, *accepted)
+
+
+def test_another_silence_is_refused_on_both_sides():
+    with listen("127.0.0.1", 0) as listener, ThreadPoolExecutor(2) as pool:
+        address = listener.getsockname()[:2]
+        futures = []
+        for process_id, silence_s in enumerate((10.0, 2.5)):
+            config = HostsConfig(silence_s=silence_s, join_timeout_s=5.0)
+            given = listener if process_id == 0 else None
+            futures.append(
+                pool.submit(
+                    start._join_channel, config, process_id, 2, address, b"k", listener=given
+                )
+            )
+        for future in futures:
+            wanted = r"silence_s is 10 in process 0 and 2\.5 in process 1"
+            with pytest.raises(HostsError, match=wanted):
+                future.result()
 
 
 def test_one_that_proves_nothing_is_not_let_in_whatever_it_says(door):
@@ -128,11 +247,11 @@ def test_who_is_missing_is_named(door):
 def test_a_process_0_that_is_not_there_is_named_by_its_address():
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    start = time.monotonic()
+    began = time.monotonic()
     text = rf"process 1 cannot reach process 0 at 127\.0\.0\.1:{port} after 0\.3 s .*firewall"
     with pytest.raises(HostsError, match=text):
         knock(("127.0.0.1", port), 1, 2, key=b"", facts=FACTS, timeout_s=0.3)
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - began < 2
 
 
 def test_a_port_in_use_is_named():

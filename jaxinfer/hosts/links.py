@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from absl import logging
+
 from jaxinfer.hosts.messages import Message, Op, frame, take_frames
 
 EXIT_LOST = 70  # EX_SOFTWARE of sysexits.h: a supervisor should start all processes again
@@ -63,9 +65,10 @@ class Link:
         return take_frames(self._buffer, self.process_id)
 
     def receive(self, deadline: float) -> Message:
-        """One message, before the watch begins; `OSError` or `ValueError` as `read`."""
+        """One message, before the watch begins; `OSError` or `ValueError` as `read`, `TimeoutError`
+        where it is not whole by then."""
         while True:
-            self.connection.settimeout(max(0.01, deadline - time.monotonic()))
+            self.connection.settimeout(left_until(deadline))
             messages = self.read()
             if messages is None:
                 raise ConnectionError("it closed the connection")
@@ -74,13 +77,20 @@ class Link:
                 return messages[0]
 
 
+def left_until(deadline: float) -> float:
+    """A timeout in seconds, for a wait of several; `TimeoutError` where nothing is left."""
+    if (left := deadline - time.monotonic()) <= 0:
+        raise TimeoutError("timed out")
+    return left
+
+
 class Watch:
     """Reads all links in a thread: messages go to `inbox`, a process that is lost to `on_lost`.
 
     Lost is one whose connection closes or breaks without BYE, which says FAILED, or from which
     nothing has come for `silence_s`. The others are told first, then `on_lost(text)` is called,
     once, in the thread that noticed; by default it writes the text to stderr and ends the process
-    with `EXIT_LOST`.
+    with `EXIT_LOST`. A watch that stood still itself, with its process, blames nobody for it.
     """
 
     def __init__(self, links: Sequence[Link], silence_s: float):
@@ -89,6 +99,8 @@ class Watch:
         self.on_lost: Callable[[str], None] = end_process
         self.failure: str | None = None
         self._silence_s = silence_s
+        self._interval_s = min(1.0, silence_s / BEATS)
+        self._beat_at = time.monotonic()
         self._is_closing = False
         self._losing = threading.Lock()
         self._has_failed = threading.Event()
@@ -99,6 +111,7 @@ class Watch:
         for link in self.links:
             link.connection.settimeout(self._silence_s)
             link.heard_at = time.monotonic()
+        self._beat_at = time.monotonic()
         self._thread.start()
 
     def send(self, op: Op, payload: bytes = b"") -> None:
@@ -139,7 +152,6 @@ class Watch:
             link.connection.close()
 
     def _run(self) -> None:
-        interval = min(1.0, self._silence_s / BEATS)
         next_beat = time.monotonic()
         with selectors.DefaultSelector() as selector:
             for link in self.links:
@@ -152,7 +164,7 @@ class Watch:
                         self._open.discard(key.data)
                 if time.monotonic() >= next_beat:
                     self._beat()
-                    next_beat = time.monotonic() + interval
+                    next_beat = time.monotonic() + self._interval_s
 
     def _read(self, link: Link) -> bool:
         """Take what has come; False: nothing more will."""
@@ -182,7 +194,18 @@ class Watch:
     def _beat(self) -> None:
         if self._is_closing:
             return
-        now = time.monotonic()
+        now, since = time.monotonic(), self._beat_at
+        self._beat_at = now
+        if (stood_s := now - since - self._interval_s) > self._silence_s / 2:
+            # What came meanwhile waits to be read: the clocks begin again.
+            logging.warning(
+                "this process stood still for %.1f s (was it stopped, or its machine?): the others "
+                "may have given it up (silence_s is %g)",
+                stood_s,
+                self._silence_s,
+            )
+            for link in self._open:
+                link.heard_at = now
         for link in self._open:
             if link.has_left:
                 continue

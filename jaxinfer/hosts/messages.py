@@ -1,7 +1,7 @@
 """What goes over the channel: an operation, a number, and numpy arrays or a text. No pickle.
 
 frame   length u32 | operation u8 | payload            (length: of operation and payload)
-call    number i32 | arrays, each: len(type) u8 | type | dimensions u8 | u32 each | its bytes
+call    number i64 | arrays, each: len(type) u8 | type | dimensions u8 | u32 each | its bytes
 text    UTF-8, or JSON in UTF-8
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 
 MAX_FRAME_BYTES = 2**28  # a larger claim comes from no process of ours
 _HEAD = struct.Struct("<IB")
-_NUMBER = struct.Struct("<i")
+_NUMBER = struct.Struct("<q")  # a server of 100 steps a second counts 2**31 in eight months
 
 
 class Op(enum.IntEnum):
@@ -109,4 +109,8 @@ def pack_json(value: Any) -> bytes:
 
 
 def unpack_json(payload: bytes) -> Any:
-    return json.loads(payload)
+    """`ValueError` for what is no JSON."""
+    try:
+        return json.loads(payload)
+    except RecursionError:
+        raise ValueError(f"{len(payload):,} bytes of JSON, nested too deeply") from None

@@ -99,6 +99,8 @@ def _join_channel(
         "jaxinfer": jaxinfer.__version__,
         "jax": jax.__version__,
         "jaxlib": metadata.version("jaxlib"),
+        # How often a process says that it is there follows from its own.
+        "silence_s": f"{config.silence_s:g}",
     }
     links: list[Link]
     if process_id == 0:
