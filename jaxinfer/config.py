@@ -115,6 +115,11 @@ class EngineConfig:
                 f"batch_invariant is true and mesh.seq {self.mesh.seq}: sums over the parts of a "
                 "sequence are made in an order that depends on the step; set one of them alone"
             )
+        if getattr(self.mesh, "overlap", False) and str(self.quantize).endswith("w8a8"):
+            problems.append(
+                f"mesh.overlap is true and quantize {self.quantize!r}: products that quantize "
+                "their activations are made at once, not in parts; set one of them alone"
+            )
         if problems:
             raise ConfigError("; ".join(problems))
 

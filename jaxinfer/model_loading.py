@@ -29,6 +29,7 @@ from jaxinfer.numerics import keeps_packed, numerics_for
 from jaxinfer.options import ConfigError
 from jaxinfer.replicas import Replicas, engine_over, replicas_of
 from jaxinfer.sharded_model import ShardedModel, sharded_replicas
+from jaxinfer.sharding.mesh import spelled
 from jaxinfer.tokenizer import Tokenizer
 
 NO_GENERATION = "this model is an encoder, which embeds texts and does not generate; use embed()"
@@ -68,10 +69,9 @@ def about_mesh(loaded: Engine | Replicas) -> str:
     mesh = loaded.config.mesh
     if mesh.num_devices == 1:
         return ""
-    sizes = " x ".join(f"{axis} {n}" for axis, n in mesh.sizes.items() if n > 1)
     num_bytes = replicas_of(loaded)[0].runner.memory.weight_bytes
     return (
-        f"{sizes}: {mesh.num_devices} {jax.devices()[0].platform} devices, each with "
+        f"{spelled(mesh.sizes)}: {mesh.num_devices} {jax.devices()[0].platform} devices, each with "
         f"{num_bytes / 1e6:,.1f} MB of weights"
     )
 

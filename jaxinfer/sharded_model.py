@@ -138,9 +138,7 @@ class ShardedModel:
             changes["num_layers"] = config.num_layers // S
         if self._repeats_kv_heads():
             changes["num_kv_heads"] = self._num_kv_heads()
-        numerics = model.numerics
-        layout = dataclasses.replace(layout, sums_in_order=numerics.batch_invariant)
-        numerics = dataclasses.replace(numerics, layout=layout)
+        numerics = dataclasses.replace(model.numerics, layout=layout)
         config = dataclasses.replace(config, **changes) if changes else config
         return FunctionalModel(model.family, config, numerics)
 

@@ -56,9 +56,9 @@ def joined() -> Iterator[Peers]:
     if _CPU_DEVICES.value is not None:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", _CPU_DEVICES.value)
-    peers = _join()
-    if peers.num_processes > 1 and jax.default_backend() == "cpu":
+    if _DISTRIBUTED.value or FLAGS["coordinator"].value is not None:
         _keep_stdout()
+    peers = _join()
     try:
         yield peers
     except KeyboardInterrupt:

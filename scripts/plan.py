@@ -143,6 +143,10 @@ def check_flags(others: list[str]) -> tuple[str, str]:
         raise ValueError(f"unexpected arguments: {' '.join(others)}")
     if not MODEL.value or not TARGET.value:
         raise ValueError("--model and --target are needed, as --model=llama31_8b --target=v5e:2x2")
+    if SEARCH.value and FLAGS["whole"].present:
+        raise ValueError("--search compiles a few layers: leave out --whole and --nowhole")
+    if FLAGS["compiled"].present and not SEARCH.value:
+        raise ValueError("--compiled is for a --search: leave it out, or add that")
     mesh_sizes(MESH.value)
     quantization(QUANT.value or "none")
     if JSON.value:
@@ -170,7 +174,7 @@ def run(chip: Chip, model: Named, config: EngineConfig) -> tuple[str, Any, bool]
     """What to print, what to write, and whether anything fits."""
     context = context_of(model, config, asked())
     if SEARCH.value:
-        kinds = kinds_of(asked(), config)
+        kinds = kinds_of(asked(), config, model)
         found = search(chip, model, config, kinds, context, COMPILED.value)
         fits = any(not candidate.is_refused for candidate in found)
         return search_text(chip, model, context, found), search_json(found), fits

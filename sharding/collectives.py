@@ -24,15 +24,15 @@ def all_sum(x: jax.Array, axes: Axes) -> jax.Array:
 
 def all_sum_in_order(x: jax.Array, axes: Axes) -> jax.Array:
     """`all_sum`, of any number of devices with the same bits wherever in x a number stands: each
-    is summed in the order of the ranks, where a ring begins at a device that depends on the place.
-    A device sends (n - 1) times x, where `all_sum` sends 2 (n - 1) / n of it."""
+    is summed in the order of the ranks, in float32, where a ring begins at a device that depends on
+    the place. A device sends (n - 1) times x, where `all_sum` sends 2 (n - 1) / n of it."""
     if not axes:
         return x
-    parts = lax.all_gather(x, axes)  # [n, ...]
+    parts = lax.all_gather(x, axes).astype(jnp.float32)  # [n, ...]
     total = parts[0]
     for i in range(1, len(parts)):
         total = total + parts[i]
-    return total
+    return total.astype(x.dtype)
 
 
 def all_max(x: jax.Array, axes: Axes) -> jax.Array:

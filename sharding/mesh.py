@@ -26,6 +26,11 @@ class MeshError(ValueError):
     """A mesh or a model that does not fit the devices: what, and what would."""
 
 
+def spelled(sizes: Mapping[str, int]) -> str:
+    """As "pipe 2 x tensor 8": the axes longer than 1."""
+    return " x ".join(f"{axis} {n}" for axis, n in sizes.items() if n > 1)
+
+
 def device_groups(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) -> list[Mesh]:
     """One mesh of `STEP_AXES` for each replica of `data`, over the devices of all processes (or
     those given). Raises `MeshError` where their number is not the product of `sizes`.
@@ -37,8 +42,8 @@ def device_groups(sizes: Mapping[str, int], devices: Sequence[Any] | None = None
     shape = tuple(sizes.get(axis, 1) for axis in AXES)
     needed = math.prod(shape)
     if needed > len(devices) or (needed < len(devices) and needed > 1):
-        axes = " x ".join(f"{axis} {n}" for axis, n in zip(AXES, shape, strict=True) if n > 1)
-        there = f"the mesh has {needed} devices ({axes}), but there are {len(devices)}"
+        axes = dict(zip(AXES, shape, strict=True))
+        there = f"the mesh has {needed} devices ({spelled(axes)}), but there are {len(devices)}"
         if needed > len(devices):
             raise MeshError(
                 f"{there}: the product of {', '.join(AXES)} must be {len(devices)}; a CPU can be "

@@ -54,7 +54,7 @@ class Layout:
     # How a product over split inputs is summed (`products.sum_of_products`).
     all_reduce: str = "exact"  # or "int8"
     overlaps: bool = False  # in parts, each on its way while the next one is made
-    # A sum's bits do not depend on where in an array it stands: batch invariance.
+    # A sum's bits do not depend on where in an array it stands: for a batch-invariant model.
     sums_in_order: bool = False
 
     def __post_init__(self):

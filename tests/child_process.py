@@ -15,9 +15,10 @@ IN_HASTE = "--xla_backend_optimization_level=0"
 
 def findings(script: Path, *arguments: str, timeout_s: float = 600, **environment: str) -> Any:
     """What a script of this folder prints as JSON; it runs on the CPU, and must end well."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {IN_HASTE}"
     done = subprocess.run(
         [sys.executable, str(script), *arguments],
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": IN_HASTE, **environment},
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, **environment},
         capture_output=True,
         text=True,
         timeout=timeout_s,

@@ -164,15 +164,15 @@ def choices() -> dict[str, dict[str, int]]:
     )
     many = 2 * products.MIN_TOKENS_A_PART
     given = {
-        "array": (split, 4, 6),
-        "outputs that do not divide": (split, 4, 7),
-        "no array": (uncut, 4, 6),
-        "no array, many tokens": (uncut, many, 6),
-        "no array, many tokens, in order": (in_order, many, 6),
+        "array": (2, split, 4, 6),
+        "outputs that do not divide": (2, split, 4, 7),
+        "no array": (2, uncut, 4, 6),
+        "no array, many tokens": (2, uncut, many, 6),
+        "no array, many tokens, in order": (4, in_order, 2 * many, 6),
     }
     return {
-        name: Found(2, run, specs, np.ones((T, 4), np.float32), np.ones((4, F), np.float32)).counted
-        for name, (run, T, F) in given.items()
+        name: Found(n, run, specs, np.ones((T, 4), np.float32), np.ones((4, F), np.float32)).counted
+        for name, (n, run, T, F) in given.items()
     }
 
 
@@ -188,11 +188,12 @@ def linears() -> dict[str, Any]:
         "exact": {},
         "int8": {"all_reduce": "int8"},
         "overlap": {"overlaps": True},
-        "in order": {"sums_in_order": True},
-        "overlap in order": {"overlaps": True, "sums_in_order": True},
+        "in order": {},
+        "overlap in order": {"overlaps": True},
     }.items():
         layout = Layout.of({"expert": 2, "tensor": 4}, **options)
-        run = partial(linear, Numerics(layout=layout))
+        numerics = Numerics(batch_invariant=name.endswith("in order"), layout=layout)
+        run = partial(linear, numerics)
         specs = (PartitionSpec(None, AXES), PartitionSpec(AXES, None), PartitionSpec())
         one = Found(8, run, specs, x, weight, bias)
         found[name] = {

@@ -7,8 +7,11 @@ import pytest
 from tiny_checkpoints import TinyLlama, write_checkpoint
 
 from jaxinfer.loading import CheckpointError, fingerprint, open_checkpoint
+from jaxinfer.loading.assign import functional_model, load_weights
 from jaxinfer.loading.demo import demo_model_path
 from jaxinfer.loading.fingerprint import SAMPLE_BYTES
+from jaxinfer.loading.orbax import write_converted
+from jaxinfer.nn.layers import Numerics
 
 TINY = TinyLlama(num_shards=2)
 
@@ -20,10 +23,18 @@ def of(path) -> str:
 def test_copies_have_one_and_models_of_other_numbers_another(tmp_path):
     first = write_checkpoint(TINY, tmp_path / "first")
     copy = shutil.copytree(first, tmp_path / "copy")
-    (copy / "README.md").write_text("files beside the weights do not count")
+    for other in ("README.md", "consolidated.safetensors"):  # which are not read
+        (copy / other).write_text("files beside the weights do not count")
     tuned = write_checkpoint(dataclasses.replace(TINY, seed=1), tmp_path / "tuned")
     assert of(first) == of(copy) != of(tuned)
     assert of(demo_model_path()) not in (of(first), of(tuned))
+
+
+def test_a_converted_model_has_that_of_its_source(tmp_path):
+    source = open_checkpoint(write_checkpoint(TINY, tmp_path / "first"))
+    model = functional_model(source, Numerics())
+    write_converted(source, model, load_weights(source, model), tmp_path / "converted")
+    assert of(tmp_path / "converted") == of(tmp_path / "first")
 
 
 def test_of_a_large_file_a_few_samples_are_read_the_last_bytes_among_them(tmp_path, monkeypatch):

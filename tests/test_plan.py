@@ -17,8 +17,6 @@ from tiny_plans import (
     KIB,
     LLAMA,
     MIXTRAL,
-    QUANTIZED,
-    UNREAD,
     Answers,
     answers_to,
     chip,
@@ -33,7 +31,6 @@ from tiny_plans import (
 )
 
 from jaxinfer.config import MeshConfig
-from jaxinfer.loading.demo import demo_model_path
 from jaxinfer.sharding.mesh import MeshError
 
 plans: Any = importlib.import_module("planner.plans")
@@ -108,72 +105,6 @@ def test_a_model_is_one_of_the_matrix_or_a_checkpoints_configuration(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "walrus"}')
     with pytest.raises(ValueError, match="walrus"):
         models.find_model(str(tmp_path), tables)
-
-
-@pytest.mark.parametrize(("stored", "recipe"), [(None, None), ({}, None), *QUANTIZED])
-def test_a_quantized_checkpoint_is_planned_as_such_unless_told_otherwise(tmp_path, stored, recipe):
-    keys = LLAMA if stored is None else LLAMA | {"quantization_config": stored}
-    (tmp_path / "config.json").write_text(json.dumps(keys))
-    model = models.find_model(str(tmp_path), {})
-    assert options.engine_config(model, options.Asked()).quantize == recipe
-    assert options.engine_config(model, options.Asked(quant="none")).quantize is None
-    assert options.engine_config(model, options.Asked(quant="int8")).quantize == "int8"
-
-
-@pytest.mark.parametrize(("stored", "reason"), UNREAD)
-def test_weights_that_the_engine_refuses_are_planned_only_when_told_how(tmp_path, stored, reason):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"quantization_config": stored}))
-    model = models.find_model(str(tmp_path), {})
-    with pytest.raises(ValueError, match=f"{reason}.*--quant=none plans it dequantized"):
-        options.engine_config(model, options.Asked())
-    assert options.engine_config(model, options.Asked(quant="none")).quantize is None
-    told = options.Asked(overrides=["quantize=int4"])
-    assert options.engine_config(model, told).quantize == "int4"
-
-
-@pytest.mark.parametrize(
-    ("asked", "reason"),
-    [
-        ({"context": 64, "overrides": ["max_len=32"]}, "--context=64 and --set max_len=32"),
-        ({"quant": "int8", "overrides": ["quantize=none"]}, "--quant=int8 and --set quantize="),
-        ({"rows": 2, "overrides": ["scheduler.max_rows=3"]}, "--rows=2 and --set"),
-        ({"mesh": "tensor=2", "overrides": ["mesh.data=2"]}, "'tensor=2' and --set mesh.data"),
-        ({"is_search": True, "overrides": ["mesh.tensor=2"]}, "leave out --set mesh.tensor"),
-        ({"is_search": True, "mesh": "tensor=2"}, "leave out --mesh, or --search"),
-        ({"chunk": 10**10}, r"--chunk .* 10,000,000,000; plans take at most 1,048,576"),
-        ({"overrides": ["scheduler.max_rows=100000"]}, "--rows .* plans take at most 65,536"),
-    ],
-)
-def test_options_that_would_have_no_effect_or_no_end_are_refused(asked, reason):
-    with pytest.raises(ValueError, match=reason):
-        options.engine_config(models.from_table("tiny", LLAMA), options.Asked(**asked))
-
-
-def test_a_search_keeps_to_a_quantization_that_is_asked_for_and_a_presets_mesh_is_no_order():
-    model = models.from_table("tiny", LLAMA)
-    for kinds, asked in (
-        (("int4",), options.Asked(overrides=["quantize=int4"])),
-        ((None,), options.Asked(quant="none")),
-        (options.SEARCHED, options.Asked("llama31_70b_v5e16", context=64, is_search=True)),
-    ):
-        assert options.kinds_of(asked, options.engine_config(model, asked)) == kinds
-
-
-def test_the_type_of_numbers_is_what_the_engine_takes_there():
-    model = models.from_table("tiny", LLAMA)
-    for overrides, platform, dtype in (
-        ((), "cpu", "float32"), ((), "gpu", "bfloat16"), (("dtype=auto",), "tpu", "bfloat16"),
-        (("dtype=bfloat16",), "cpu", "bfloat16"),
-    ):  # fmt: skip
-        asked = options.Asked(overrides=overrides)
-        assert options.engine_config(model, asked, platform).dtype == dtype
-
-
-def test_a_gguf_file_is_planned_by_the_bytes_of_its_weights():
-    model = models.find_model(str(demo_model_path()), {})
-    assert model.stored == models.Stored("gguf", "int4")
-    assert models.find_model("demo", {}).config == model.config
-    assert options.engine_config(model, options.Asked()).quantize == "int4"
 
 
 def test_the_last_layers_stand_for_the_others():

@@ -141,8 +141,13 @@ def test_a_model_that_does_not_divide_is_a_config_error_before_any_weight():
 
 
 def test_a_batch_invariant_model_sums_in_order_and_its_sequences_are_whole():
+    model = model_of("llama")
     for mesh in ({"tensor": 8, "overlap": True}, {"expert": 2, "tensor": 2}, {"pipe": 4}):
         from_mapping({"mesh": mesh, "batch_invariant": True})
+    numerics = Numerics(batch_invariant=True)
+    invariant = FunctionalModel(model.family, model.config, numerics)
+    assert sharded(invariant, tensor=4).local.numerics.layout.sums_in_order
+    assert not sharded(model, tensor=4).local.numerics.layout.sums_in_order
     with pytest.raises(ConfigError, match=r"batch_invariant is true and mesh\.seq 2"):
         from_mapping({"mesh": {"seq": 2}, "batch_invariant": True})
 
@@ -164,6 +169,11 @@ def test_pages_that_do_not_divide_are_refused_before_any_weight():
     config = EngineConfig(mesh=MeshConfig(seq=8), cache=CacheConfig(page_size=4))
     with pytest.raises(ConfigError, match=r"cache.page_size is 4, which mesh.seq 8 does not"):
         sharded_for(model_of("llama"), config)
+
+
+def test_overlap_is_refused_where_activations_are_quantized():
+    with pytest.raises(ConfigError, match=r"mesh.overlap is true and quantize 'int8_w8a8'"):
+        from_mapping({"mesh": {"tensor": 2, "overlap": True}, "quantize": "int8_w8a8"})
 
 
 def test_options_are_checked_where_there_is_nothing_to_split():

@@ -12,6 +12,7 @@ from jaxinfer.hosts.peers import Peers
 from jaxinfer.memory import MemoryPlan
 from jaxinfer.models.functional import Weights
 from jaxinfer.options import ConfigError
+from jaxinfer.sharding.mesh import spelled
 
 if TYPE_CHECKING:
     from jaxinfer.sharded_model import ShardedModel
@@ -29,7 +30,7 @@ def check_mesh(config: EngineConfig, peers: Peers) -> None:
             "process. Run a server each, on hosts of its own, behind a balancer"
         )
     if mesh.num_devices != num_devices:
-        sizes = " x ".join(f"{axis} {n}" for axis, n in mesh.sizes.items() if n > 1)
+        sizes = spelled(mesh.sizes)
         raise ConfigError(
             f"the mesh has {mesh.num_devices} devices ({sizes or 'every axis 1'}), but the "
             f"{num_processes} processes have {num_devices} together: set mesh.tensor, mesh.expert, "

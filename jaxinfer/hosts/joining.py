@@ -106,24 +106,28 @@ def knock(
     timeout_s: float,
 ) -> Link:
     """A connection to process 0, once all have joined. `HostsError` where it cannot be reached
-    within `timeout_s`, refuses this process, or has another key. A handshake that is cut off, as by
-    a process 0 that starts again, is tried again."""
+    within `timeout_s`, refuses this process, or has another key. A handshake that is cut off is
+    tried again."""
     start = time.monotonic()
-    deadline = start + timeout_s
-    link = None
     try:
-        link = _reach(address, process_id, key, timeout_s, deadline)
-        hello = {"process_id": process_id, "num_processes": num_processes, "facts": dict(facts)}
-        link.send(Op.HELLO, pack_json(hello))
-        answer = link.receive(deadline)
+        link = _reach(address, process_id, key, timeout_s, start + timeout_s)
     except (OSError, ValueError) as error:
-        if link is not None:
-            link.connection.close()
         raise HostsError(
             f"process {process_id} reached {address[0]}:{address[1]} but did not get in within "
             f"{time.monotonic() - start:.1f} s ({error}): see what process 0 says; are the "
             "channel's key, this process's number and that of all processes right, and is there "
             "process 0 of this program?"
+        ) from error
+    try:
+        hello = {"process_id": process_id, "num_processes": num_processes, "facts": dict(facts)}
+        link.send(Op.HELLO, pack_json(hello))
+        # Process 0 waits as long, from its own start, and says who is missing.
+        answer = link.receive(time.monotonic() + timeout_s + TELL_S)
+    except (OSError, ValueError) as error:
+        link.connection.close()
+        raise HostsError(
+            f"process {process_id} joined {link.name} and did not hear that all are there "
+            f"({error}): did process 0 end? Start all processes again"
         ) from error
     if answer.op is not Op.START:
         link.connection.close()

@@ -195,7 +195,6 @@ class Watch:
         if self._is_closing:
             return
         now, since = time.monotonic(), self._beat_at
-        self._beat_at = now
         if (stood_s := now - since - self._interval_s) > self._silence_s / 2:
             # What came meanwhile waits to be read: the clocks begin again.
             logging.warning(
@@ -217,6 +216,7 @@ class Watch:
                 link.send(Op.BEAT, waits=False)
             except OSError as error:
                 self.lose(link, _why_unsent(error))
+        self._beat_at = time.monotonic()  # a send that took long is no standing still
 
     def _end(self, text: str, about: Link | None) -> None:
         with self._losing:  # until the process ends: who else notices waits here

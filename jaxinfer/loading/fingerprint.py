@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
-from jaxinfer.loading.checkpoint import MANIFEST_FILE, Checkpoint, CheckpointError
+from jaxinfer.loading.checkpoint import (
+    MANIFEST_FILE,
+    Checkpoint,
+    CheckpointError,
+    read_json_object,
+)
 from jaxinfer.loading.gguf import shard_paths
+from jaxinfer.loading.huggingface import weight_files
 
 SAMPLE_BYTES = 16 * 2**10
 NUM_SAMPLES = 256  # of a file; with the size above, 4 MiB: one every 20 MB of a shard of 5 GB
@@ -16,23 +23,25 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     """16 hexadecimal digits of BLAKE2b over samples of its files, evenly spaced, and their sizes.
 
     Models of one shape that differ in every matrix, as fine-tunes do, differ in it; two that differ
-    in a few rows may not. Of a converted checkpoint it covers the manifest alone: its arrays are
-    packed into files as they came. `CheckpointError` for a file that cannot be read.
+    in a few rows may not. A converted checkpoint has that of its source. `CheckpointError` for a
+    file that cannot be read.
     """
+    path = checkpoint.path
+    if checkpoint.restore is not None:
+        manifest = path / MANIFEST_FILE
+        known = read_json_object(manifest).get("fingerprint")  # None: converted before there was
+        return known if isinstance(known, str) else _digest([manifest])
+    return _digest(weight_files(path) if path.is_dir() else shard_paths(path))
+
+
+def _digest(files: Sequence[Path]) -> str:
     digest = hashlib.blake2b(digest_size=8)
-    for path in _files(checkpoint.path):
+    for path in files:
         try:
             _add(digest, path)
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read ({error})") from error
     return digest.hexdigest()
-
-
-def _files(path: Path) -> list[Path]:
-    if not path.is_dir():
-        return shard_paths(path)
-    manifest = path / MANIFEST_FILE
-    return [manifest] if manifest.exists() else sorted(path.glob("*.safetensors"))
 
 
 def _add(digest: hashlib.blake2b, path: Path) -> None:

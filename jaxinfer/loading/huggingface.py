@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jaxinfer.loading.checkpoint import (
     Checkpoint,
@@ -79,21 +79,39 @@ def open_huggingface(
     )
 
 
+def weight_files(directory: Path) -> list[Path]:
+    """Those that the weights of a directory are read from, once it has been opened."""
+    kind, names = _chosen(directory)
+    if kind == "index":
+        names = sorted(set(read_json_object(directory / names[0])["weight_map"].values()))
+    return [directory / name for name in names]
+
+
 def _read_weights(directory: Path) -> dict[str, StoredTensor]:
+    kind, names = _chosen(directory)
+    if kind == "index":
+        return _read_shards(directory, names[0])
+    if kind == "single":
+        return read_safetensors(directory / names[0])
+    return _read_numbered(directory, names)
+
+
+def _chosen(directory: Path) -> tuple[Literal["index", "single", "numbered"], list[str]]:
+    """Which of its files say what the weights are; `CheckpointError` where none does."""
     names = sorted(path.name for path in directory.iterdir())
     indexes = [name for name in names if name.endswith(INDEX_SUFFIX) and _is_wanted(name)]
     # The index decides where both exist: a stray single file is then a leftover or a shard.
     if INDEX_FILE in indexes:
-        return _read_shards(directory, INDEX_FILE)
+        return "index", [INDEX_FILE]
     files = [name for name in names if name.endswith(".safetensors") and _is_wanted(name)]
     if WEIGHTS_FILE in files:
-        return read_safetensors(directory / WEIGHTS_FILE)
+        return "single", [WEIGHTS_FILE]
     if len(indexes) == 1:
-        return _read_shards(directory, indexes[0])
+        return "index", indexes
     if len(files) == 1 and not _SHARD.fullmatch(files[0]):
-        return read_safetensors(directory / files[0])
+        return "single", files
     if files:
-        return _read_numbered(directory, files)
+        return "numbered", files
     raise CheckpointError(_no_weights(names))
 
 

@@ -33,6 +33,7 @@ from jaxinfer.loading.checkpoint import (
     StoredTensor,
     read_json_object,
 )
+from jaxinfer.loading.fingerprint import fingerprint
 from jaxinfer.loading.gguf import open_gguf
 from jaxinfer.loading.gguf_header import copy_key_values
 from jaxinfer.loading.huggingface import INDEX_SUFFIX, open_huggingface
@@ -147,6 +148,7 @@ def _manifest(
         "format_version": FORMAT_VERSION,
         "name": checkpoint.name,
         "source_format": checkpoint.format,
+        "fingerprint": fingerprint(checkpoint),
         "family": model.family.name,
         "dtype": model.numerics.dtype.name,
         "quantization": quantization,

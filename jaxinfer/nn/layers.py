@@ -53,6 +53,11 @@ class Numerics:
     attention_backend: str | None = None
     layout: Layout = ONE_DEVICE
 
+    def __post_init__(self):
+        if self.layout.sums_in_order != self.batch_invariant and self.layout.num_devices > 1:
+            layout = dataclasses.replace(self.layout, sums_in_order=self.batch_invariant)
+            object.__setattr__(self, "layout", layout)
+
 
 def parameter(
     dims: tuple[int, ...],

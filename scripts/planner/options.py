@@ -113,13 +113,11 @@ def engine_config(model: Named, asked: Asked, platform: str = "tpu") -> EngineCo
         changes["mesh"] = dict.fromkeys(AXES, 1) | mesh_sizes(asked.mesh)
     if asked.quant is not None:
         changes["quantize"] = quantization(asked.quant)
-    elif model.stored is not None and "quantize" not in overrides:
-        if model.stored.refusal:
-            raise ValueError(
-                f"{model.name}: {model.stored.refusal}. Here --quant=none plans it dequantized"
-            )
-        if (keys | overrides).get("weights") != "dequantized":
-            changes["quantize"] = keys.get("quantize") or model.stored.recipe
+    if model.stored is not None and asked.quant != "none":
+        chosen = asked.quant or overrides.get("quantize") or keys.get("quantize")
+        weights = (keys | overrides).get("weights", "auto")
+        stored = _stored(model, weights, platform, chosen)
+        changes["quantize"] = stored or chosen
     config = from_mapping(merge(merge(keys, changes), overrides))
     if config.dtype == "auto":
         dtype = "float32" if platform == "cpu" else "bfloat16"
@@ -133,9 +131,29 @@ def engine_config(model: Named, asked: Asked, platform: str = "tpu") -> EngineCo
     return config
 
 
-def kinds_of(asked: Asked, config: EngineConfig) -> Sequence[str | None]:
-    """The quantizations that a search tries: the one asked for, or all that differ in bytes."""
+def _stored(model: Named, weights: str, platform: str, chosen: str | None) -> str | None:
+    """The recipe of a quantized checkpoint's weights, where the engine keeps them. `ValueError` for
+    those that it does not read, unless one is `chosen`, and for one that they would not become."""
+    stored = model.stored
+    assert stored is not None
+    if stored.refusal and chosen is None:
+        raise ValueError(f"{model.name}: {stored.refusal}. Here --quant=none plans it dequantized")
+    if stored.refusal or weights == "dequantized" or (weights == "auto" and platform == "cpu"):
+        return None
+    if chosen not in (None, stored.recipe):
+        raise ValueError(
+            f"quantize is {chosen!r}, and {model.name} has weights of {stored.method}, which stay "
+            f"as they are (planned as {stored.recipe}): leave it out, or add "
+            "--set weights=dequantized"
+        )
+    return stored.recipe
+
+
+def kinds_of(asked: Asked, config: EngineConfig, model: Named) -> Sequence[str | None]:
+    """The quantizations that a search tries: the one asked for, the one that the checkpoint has, or
+    all that differ in bytes."""
     is_one = asked.quant is not None or "quantize" in parse_overrides(asked.overrides)
+    is_one |= model.stored is not None and config.quantize == model.stored.recipe
     return (config.quantize,) if is_one else SEARCHED
 
 
@@ -180,4 +198,6 @@ def _length(model: Named, asked: Asked, keys: Mapping[str, Any]) -> dict[str, An
 
 def context_of(model: Named, config: EngineConfig, asked: Asked) -> int:
     """Tokens of a request that a plan is for."""
+    if "max_len" in parse_overrides(asked.overrides) and config.max_len is not None:
+        return min(config.max_len, model.config.max_len)
     return asked.context or min(MOST, model.config.max_len, config.max_len or MOST)

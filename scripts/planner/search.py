@@ -59,7 +59,10 @@ def meshes(num_devices: int, asked: MeshConfig) -> Iterator[MeshConfig]:
         used = pipe * seq * expert * tensor
         if num_devices % used == 0:
             sizes = {"pipe": pipe, "seq": seq, "expert": expert, "tensor": tensor}
-            yield dataclasses.replace(asked, data=num_devices // used, **sizes)
+            mesh = dataclasses.replace(asked, data=num_devices // used, **sizes)
+            if expert * tensor == 1:  # no sums: nothing to compress or to overlap
+                mesh = dataclasses.replace(mesh, all_reduce="exact", overlap=False)
+            yield mesh
 
 
 def candidates(
