@@ -14,6 +14,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
+from jaxinfer.kernels.paged_attention.api import INVARIANT_TILE
 from jaxinfer.options import (
     ConfigError,
     at_least,
@@ -25,8 +26,6 @@ from jaxinfer.options import (
 )
 from jaxinfer.sharding import zigzag
 from jaxinfer.sharding.mesh import AXES
-
-INVARIANT_BUCKET = 16  # whole tiles of the batch-invariant mode (kernels/paged_attention/api.py)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +131,7 @@ class EngineConfig:
     def buckets(self) -> tuple[int, ...]:
         """The numbers of tokens a step is compiled for: powers up to the budget, and the budget."""
         # Batch invariance needs whole tiles: fewer tokens would take another path through XLA.
-        unit = INVARIANT_BUCKET if self.batch_invariant else 1
+        unit = INVARIANT_TILE if self.batch_invariant else 1
         largest = -(-self.scheduler.max_tokens // unit) * unit
         if self.mesh.pipe > 1 and self.mesh.seq > 1 and largest > zigzag.MAX_TOGETHER:
             return (largest,)  # tokens between two stages lie as their own step split them
@@ -141,6 +140,10 @@ class EngineConfig:
             sizes.append(size)
             size *= self.bucket_growth
         return (*sizes, largest)
+
+    def bucket_for(self, num_tokens: int) -> int:
+        """The smallest bucket that holds `num_tokens`."""
+        return next(bucket for bucket in self.buckets if bucket >= num_tokens)
 
 
 def from_mapping(values: Mapping[str, Any]) -> EngineConfig:

@@ -20,7 +20,7 @@ class MemoryPlan:
     page_bytes: int  # one page over all layers, keys and values
     num_pages: int
     page_size: int
-    source: str  # what the number of pages was derived from
+    source: str  # what the number of pages comes from
 
     @property
     def cache_bytes(self) -> int:
@@ -86,12 +86,14 @@ def plan_pages(
         num_pages, source = cache.memory_bytes // page_bytes, "cache.memory_bytes"
     elif limit is not None:
         left = max(0, limit - weight_bytes - temporary_bytes)
-        num_pages = min(most, int(left * 0.9) // page_bytes)
+        num_pages = int(left * 0.9) // page_bytes
         source = f"90 % of what weights and temporaries leave of {limit:,} bytes"
     else:
         free = free_host_bytes()
-        num_pages = min(most, int(free * cache.memory_fraction / num_on_host) // page_bytes)
+        num_pages = int(free * cache.memory_fraction / num_on_host) // page_bytes
         source = f"{cache.memory_fraction:.0%} of the host's {free:,} free bytes"
+    if cache.num_pages is None and cache.memory_bytes is None and num_pages >= most:
+        num_pages, source = most, f"as many as requests can fill, {max_tokens:,} tokens"
     if num_pages * cache.page_size < min_tokens:
         raise ConfigError(
             f"the cache would hold {max(num_pages, 0)} pages of {cache.page_size} tokens "

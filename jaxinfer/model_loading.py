@@ -76,6 +76,18 @@ def about_mesh(loaded: Engine | Replicas) -> str:
     )
 
 
+def about_cache(loaded: Engine | Replicas) -> str:
+    """For a plan: pages, tokens and bytes, where they lie, and what their number comes from."""
+    replicas = replicas_of(loaded)
+    memory = replicas[0].runner.memory
+    where = " on each device" if loaded.config.mesh.num_devices > 1 else ""
+    where += f", in each of {len(replicas)} replicas" if len(replicas) > 1 else ""
+    return (
+        f"{memory.num_pages:,} pages of {memory.page_size} tokens = {memory.num_tokens:,} tokens, "
+        f"{memory.cache_bytes / 2**20:,.1f} MiB{where} ({memory.source})"
+    )
+
+
 def need_embedder(loaded: Engine | Replicas | Embedder) -> Embedder:
     """For `on_loaded`: `CheckpointError` for a model that is no encoder."""
     if not isinstance(loaded, Embedder):

@@ -24,7 +24,6 @@ from jaxinfer.config import EngineConfig
 from jaxinfer.hosts.facts import agreed_plan
 from jaxinfer.hosts.messages import Op
 from jaxinfer.kernels.dispatch import platform
-from jaxinfer.kernels.paged_attention.api import INVARIANT_TILE
 from jaxinfer.memory import MemoryPlan, bytes_on_a_device, device_limit, plan_pages
 from jaxinfer.models.functional import Weights
 from jaxinfer.scheduler import Plan
@@ -44,7 +43,6 @@ class Runner:
     """
 
     def __init__(self, model: ShardedModel, weights: Weights, config: EngineConfig, max_len: int):
-        assert not config.batch_invariant or all(b % INVARIANT_TILE == 0 for b in config.buckets)
         self.model = model
         self.peers = model.peers
         self.weights = weights
@@ -84,8 +82,8 @@ class Runner:
         return len(self._programs)
 
     def shape_for(self, num_tokens: int) -> StepShape:
-        """The smallest bucket that holds `num_tokens`."""
-        bucket = next(b for b in self.config.buckets if b >= num_tokens)
+        """Of the smallest bucket that holds `num_tokens`."""
+        bucket = self.config.bucket_for(num_tokens)
         return StepShape.of_bucket(bucket, self.num_slots, self.config.cache.page_size)
 
     def warm_up(self, on_progress: Callable[[str], None] = lambda program: None) -> None:

@@ -176,7 +176,7 @@ def launches_per_layer(whole: StepProgram) -> dict[str, Any]:
     """What one more layer adds to the decode step of a device, and the kernels of one layer."""
     config = whole.config
     rows = -(-config.scheduler.max_rows // whole.model.num_stages)
-    bucket = min(b for b in config.buckets if b >= rows)
+    bucket = config.bucket_for(rows)
     modules, seconds, cpu_seconds = [], 0.0, 0.0
     for depth in (SHALLOW, DEEP):
         compiled = whole.with_layers(depth).compile(bucket, FEW_PAGES)

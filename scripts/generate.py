@@ -39,7 +39,7 @@ from jaxinfer import (
     load_config,
 )
 from jaxinfer.hosts import HostsError, Peers
-from jaxinfer.model_loading import about_mesh, about_weights, need_engine
+from jaxinfer.model_loading import about_cache, about_mesh, about_weights, need_engine
 from jaxinfer.replicas import replicas_of
 
 FLAGS = flags.FLAGS
@@ -147,17 +147,12 @@ def check_and_print_plan(loaded: Any) -> None:
 
 def print_plan(engine: Engine | Replicas) -> None:
     """What will run, before its programs are compiled."""
-    replicas = replicas_of(engine)
-    model, memory, config = engine.model, replicas[0].runner.memory, engine.config
-    each = " on each device" if config.mesh.num_devices > 1 else ""
-    each += f", in each of {len(replicas)} replicas" if len(replicas) > 1 else ""
+    model, config = engine.model, engine.config
     lines = {
         "model": f"{engine.name} ({model.family.name}), computed as {model.numerics.dtype.name}",
         "weights": about_weights(engine),
         "mesh": about_mesh(engine),
-        "cache": f"{memory.num_pages:,} pages of {memory.page_size} tokens = "
-        f"{memory.num_tokens:,} tokens, {memory.cache_bytes / 2**20:,.1f} MiB{each} "
-        f"({memory.source})",
+        "cache": about_cache(engine),
         "context": f"{engine.max_len:,} tokens; up to {config.max_running} requests at once",
         "step": f"at most {config.scheduler.max_tokens} tokens, compiled for "
         + ", ".join(map(str, config.buckets)),

@@ -28,7 +28,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, TypeVar
 
 from absl import logging
@@ -37,8 +37,7 @@ from jaxinfer import ConfigError, Embedder, Engine, EngineConfig, Replicas
 from jaxinfer.host import calm_collector, compute_behind_serving
 from jaxinfer.hosts import ALONE, Peers
 from jaxinfer.loading.checkpoint import GenerationDefaults
-from jaxinfer.model_loading import about_mesh, about_weights, load_model
-from jaxinfer.replicas import replicas_of
+from jaxinfer.model_loading import about_cache, about_mesh, about_weights, load_model
 from jaxinfer.serving.auth import ApiKeys
 from jaxinfer.serving.config import ServingConfig
 from jaxinfer.serving.errors import ErrorKind, ServiceError
@@ -56,6 +55,7 @@ from jaxinfer.serving.watchdog import Watchdog
 
 T = TypeVar("T")
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT)  # which end the server
 EXIT_DEAD = 70  # EX_SOFTWARE of sysexits.h
 GRACE_S = 3.0  # for the last bytes of answers, and for errors, to reach their clients
 STOP_S = 10.0  # for the engine's thread to end, once nothing is under way
@@ -72,7 +72,7 @@ def serve(
     After a death, and on a second signal, it does not return: the process ends.
     """
     server = _Server(model, engine_config, config, peers)
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with _handlers_kept(), asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(server.run())
 
 
@@ -105,7 +105,7 @@ class _Server:
     async def run(self) -> int:
         self._events = asyncio.get_running_loop()
         self._peers.on_lost(self._on_lost)
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in SIGNALS:
             self._events.add_signal_handler(number, self._on_signal, number)
         try:
             await self._take_ports()
@@ -309,6 +309,17 @@ async def _in_daemon_thread(function: Callable[[], T]) -> T:
     return await future
 
 
+@contextlib.contextmanager
+def _handlers_kept() -> Iterator[None]:
+    """What signals did before, they do afterwards: uvloop, once closed, would swallow them."""
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     """uvloop's, where there is one for this system: it moves more bytes a second."""
     try:
@@ -326,16 +337,9 @@ def _plan(engine: Engine | Replicas | Embedder) -> str:
             f"{about}, vectors of {engine.dim} numbers, texts of up to {engine.max_len} tokens, "
             f"{engine.num_programs} programs; compiling"
         )
-    replicas = replicas_of(engine)
-    memory = replicas[0].runner.memory
-    mesh = f"; {about_mesh(engine)}" if engine.config.mesh.num_devices > 1 else ""
-    each = " on each device" if mesh else ""
-    each += f", in each of {len(replicas)} replicas" if len(replicas) > 1 else ""
-    return (
-        f"{about}{mesh}; {memory.num_pages:,} pages of {memory.page_size} "
-        f"tokens ({memory.cache_bytes / 2**20:,.1f} MiB{each}), up to "
-        f"{engine.config.max_running} requests at once; compiling"
-    )
+    most = f"up to {engine.config.max_running} requests at once"
+    parts = [about, about_mesh(engine), about_cache(engine), most, "compiling"]
+    return "; ".join(part for part in parts if part)
 
 
 def _reachable(host: str) -> str:

@@ -45,6 +45,13 @@ def _programs_do_not_pile_up() -> Iterator[None]:
         gc.collect()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _ctrl_c_still_interrupts() -> Iterator[None]:
+    """What swallows Ctrl-C in one test would do so in those behind it."""
+    yield
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--require-parity",

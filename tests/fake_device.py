@@ -83,7 +83,7 @@ class FakeRunner:
         assert self.admitted == [request.slot for request in plan.admitted]
         self.admitted = []
         self.num_steps += 1
-        bucket = next(b for b in self.config.buckets if b >= plan.num_tokens)
+        bucket = self.config.bucket_for(plan.num_tokens)
         shape = StepShape.of_bucket(bucket, self.num_slots, self.page_size)
         inputs = unpack(build(plan, shape, self.num_slots), shape)
         self._write_entries(inputs)

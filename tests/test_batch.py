@@ -224,7 +224,7 @@ def _check_step(scheduler: Scheduler, config: EngineConfig) -> None:
     """Plan, pack, compare, commit."""
     plan = scheduler.schedule()
     num_slots = config.scheduler.max_rows
-    bucket = next(b for b in config.buckets if b >= plan.num_tokens)
+    bucket = config.bucket_for(plan.num_tokens)
     shape = StepShape.of_bucket(bucket, num_slots, scheduler.pool.page_size)
     inputs = unpack(build(plan, shape, num_slots), shape)
     assert inputs.q_start[-1] == plan.num_tokens

@@ -4,6 +4,7 @@ Whole processes are in tests/test_hosts.py.
 
 from __future__ import annotations
 
+import signal
 import socket
 import statistics
 import threading
@@ -372,8 +373,6 @@ def test_a_call_that_process_0_breaks_off_ends_all(group, monkeypatch):
 def test_ctrl_c_waits_for_the_end_of_a_call(group):
     leader, follower = group()
     with pytest.raises(KeyboardInterrupt), leader.peers.call(Op.STEP, 1, PLAN):
-        import signal
-
         signal.raise_signal(signal.SIGINT)
         made = True
     assert made and not leader.losses

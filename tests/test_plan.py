@@ -164,7 +164,7 @@ def test_a_plan_has_the_compilers_memory_and_the_sums_of_all_layers(monkeypatch,
     assert plan.decode.tokens_per_second == pytest.approx(4 / plan.decode.bound.seconds)
     text = report.as_text(step, 128, plan)
     assert "tensor=4" in text and "all 8 layers compiled" in text and "17 all-reduce" in text
-    assert "as many as 4 rows of 128 can fill" in text and "replica" not in text
+    assert "as many as requests can fill, 512 tokens" in text and "replica" not in text
     said = capsys.readouterr().err
     assert said.count("compiling the largest step of tiny, 8 layers, 32 tokens (tensor=4") == 1
     assert said.count("compiling the decode step") == 2
@@ -230,9 +230,9 @@ def test_weights_that_are_too_much_alone_are_refused_with_the_way_out(monkeypatc
 def test_pages_say_what_their_number_comes_from(monkeypatch, compiler):
     step = program(monkeypatch, "v5e:2x2", EIGHT_LAYERS, mesh="tensor=4")
     small(step, step.weight_bytes + 2 * KIB + 6 * step.page_bytes)
-    assert plans.make_plan(step, 128, is_whole=False).pages_are.startswith("90 % of what weights")
+    assert plans.make_plan(step, 128, is_whole=False).pages_from.startswith("90 % of what weights")
     step = program(monkeypatch, "v5e", LLAMA, overrides=["cache.num_pages=4"])
-    assert plans.make_plan(step, 128, is_whole=False).pages_are == "by cache.num_pages"
+    assert plans.make_plan(step, 128, is_whole=False).pages_from == "cache.num_pages"
 
 
 def test_a_pool_for_less_than_one_request_does_not_fit(monkeypatch, compiler):

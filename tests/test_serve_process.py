@@ -339,8 +339,10 @@ def test_a_port_in_use_is_told_before_anything_is_loaded():
 def refusal(**serving: Any) -> str:
     """Why a server with these options does not start; its model is none, and not the reason."""
     config = ServingConfig(**{"http_port": 0, "grpc_port": 0, **serving})
+    handlers = [signal.getsignal(number) for number in process.SIGNALS]
     with pytest.raises(ConfigError) as caught:
         process.serve("/no/model", EngineConfig(), config)
+    assert [signal.getsignal(number) for number in process.SIGNALS] == handlers
     assert "/no/model" not in str(caught.value)
     return str(caught.value)
 

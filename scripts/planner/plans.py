@@ -61,7 +61,7 @@ class Plan:
     memory: Mapping[str, Any]
     num_pages: int = 0
     tokens_cached: int = 0
-    pages_are: str = ""  # what their number comes from
+    pages_from: str = ""  # `MemoryPlan.source`
     rows: int = 0  # requests at the context, at once
     decode: StepFigures | None = None
     prefill: StepFigures | None = None
@@ -101,15 +101,15 @@ def make_plan(program: StepProgram, context: int, *, is_whole: bool) -> Plan:
         weights, temporaries = (gigabytes(memory[name]) for name in ("weights", "temporaries"))
         reason = (
             f"a request of {context:,} tokens: beside {weights} of weights and {temporaries} of "
-            f"temporaries there is room for {pages.num_tokens:,} ({pages_are(program, pages)})"
+            f"temporaries there is room for {pages.num_tokens:,} ({pages.source})"
         )
-    counts = (pages.num_pages, pages.num_tokens, pages_are(program, pages), rows)
+    counts = (pages.num_pages, pages.num_tokens, pages.source, rows)
     plan = Plan(not reason, reason, layers, memory, *counts)
     if reason:
         return plan
     decode = decode_load(program, rows, context)
     chunk = Load(1, min(largest, context), context)
-    bucket = _bucket(program, decode.num_tokens)
+    bucket = program.config.bucket_for(decode.num_tokens)
     name = "the largest step"
     of_chunk = traffic_of(program, compiled.text) if is_whole else _traffic(program, largest, name)
     of_decode = of_chunk
@@ -173,16 +173,6 @@ def gigabytes(num_bytes: float) -> str:
     return f"{num_bytes / 1e9:,.2f} GB"
 
 
-def pages_are(program: StepProgram, pages: MemoryPlan) -> str:
-    """What their number comes from: more than all rows can fill are never made."""
-    cache, rows = program.config.cache, program.config.scheduler.max_rows
-    if cache.num_pages is not None or cache.memory_bytes is not None:
-        return f"by {pages.source}"
-    if pages.num_pages >= -(-rows * program.max_len // cache.page_size):
-        return f"as many as {rows} rows of {program.max_len:,} can fill"
-    return "90 % of what weights and temporaries leave"
-
-
 def rows_at(program: StepProgram, pages: MemoryPlan, context: int) -> int:
     """Requests of `context` tokens that the pages and the slots hold at once."""
     needed = -(-context // pages.page_size)
@@ -198,12 +188,8 @@ def figures(program: StepProgram, load: Load, traffic: Traffic, tokens: float) -
     """Of a step that yields `tokens` in each replica."""
     work = work_of(program, load)
     least = bound(work, program.chip.target, traffic.seconds)
-    rate, bucket = tokens / least.seconds, _bucket(program, load.num_tokens)
+    rate, bucket = tokens / least.seconds, program.config.bucket_for(load.num_tokens)
     return StepFigures(load, bucket, work, traffic, least, program.config.mesh.data * rate, rate)
-
-
-def _bucket(program: StepProgram, num_tokens: int) -> int:
-    return min(b for b in program.config.buckets if b >= num_tokens)
 
 
 def traffic_of(program: StepProgram, text: str) -> Traffic:

@@ -56,7 +56,7 @@ def as_text(program: StepProgram, context: int, plan: Plan) -> str:
     of_each = f" in each of {replicas} replicas" if replicas > 1 else ""
     lines += [
         f"  cache        {plan.tokens_cached:,} tokens in {plan.num_pages:,} pages of "
-        f"{config.cache.page_size}{of_each}: {plan.pages_are}",
+        f"{config.cache.page_size}{of_each}: {plan.pages_from}",
         f"  rows         {plan.rows} at once{of_each}, of {context:,} tokens (slots for "
         f"{config.scheduler.max_rows})",
     ]

@@ -131,7 +131,7 @@ def work_of(program: StepProgram, load: Load) -> Work:
 
 def tokens_on_a_device(program: StepProgram, load: Load) -> float:
     """A sequence's devices share a step's tokens, but few of them every device has all."""
-    bucket = min(b for b in program.config.buckets if b >= load.num_tokens)
+    bucket = program.config.bucket_for(load.num_tokens)
     return load.num_tokens / TokenSplit.of(program.model.layout, bucket).count
 
 
