@@ -66,8 +66,8 @@ class Engine:
     `tokenizer` None: requests are token ids, updates carry no text, and stop strings and bad words
     are refused. `eos_token_ids` end a request unless it ignores them.
 
-    `config.mesh` says over which devices: those of `mesh` (`sharding.mesh.device_groups`), or by
-    default of this process. The weights of a `ShardedModel` lie on its mesh already.
+    `config.mesh` says over which of `jax.devices()`; the weights of a `ShardedModel` lie on its own
+    mesh already.
     """
 
     def __init__(
@@ -307,6 +307,7 @@ class Engine:
         for request in [r for r in self._requests.values() if r.is_finished]:
             self._unreported.append(self._end(request, [], ""))
         self.scheduler.reset(list(self._requests.values()))
+        self.runner.peers.explain()
         self.runner.reset_state()
 
     def _start(self, request: Request) -> None:

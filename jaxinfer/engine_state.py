@@ -11,9 +11,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinfer import kv_cache
 from jaxinfer.batch import StepShape
+from jaxinfer.config import EngineConfig
 from jaxinfer.kernels.kv_pages import KVPages
 from jaxinfer.micro_batch import InFlight, nothing_in_flight
 from jaxinfer.models.functional import Weights
+from jaxinfer.nn.layers import Numerics
 from jaxinfer.sampling_slots import SlotSampling, init_slots
 from jaxinfer.sharded_model import NOTHING, ShardedModel
 from jaxinfer.sharding.zigzag import TokenSplit
@@ -27,6 +29,15 @@ class StateSizes(NamedTuple):
     max_len: int
     cache_dtype: Any
     largest: StepShape
+
+    @classmethod
+    def of(cls, config: EngineConfig, numerics: Numerics, max_len: int) -> StateSizes:
+        """Of an engine whose requests have `max_len` tokens at most."""
+        page_size, num_slots = config.cache.page_size, config.scheduler.max_rows
+        name = config.cache.dtype
+        dtype = numerics.dtype if name == "model" else jnp.dtype(name)
+        largest = StepShape.of_bucket(config.buckets[-1], num_slots, page_size)
+        return cls(page_size, num_slots, max_len, dtype, largest)
 
     @property
     def table_width(self) -> int:
@@ -46,7 +57,9 @@ class EngineState(NamedTuple):
 class Program:
     """What is static about an engine's programs. Hashes by identity: it is a jit key.
 
-    `weights` are needed for how they lie on the mesh; shapes with shardings do.
+    `weights` are needed for how they lie on the mesh; shapes with shardings do. Of a page a device
+    has `cells`, which take `page_bytes` over all layers. `ConfigError` for pages that do not divide
+    so, or that the platform would copy at every step.
     """
 
     def __init__(
@@ -61,7 +74,11 @@ class Program:
         self.sizes = sizes
         self.sample_tile = sample_tile
         layout = model.layout
-        self.page_size = kv_cache.cells_of_part(sizes.page_size, layout)
+        self.cells = kv_cache.cells_of_part(sizes.page_size, layout)
+        kv_cache.check_layout(sizes.page_size, sizes.cache_dtype, layout.parts("cell"))
+        self.page_bytes = kv_cache.page_bytes(
+            model.cache, page_size=self.cells, dtype=sizes.cache_dtype
+        )
         if model.mesh is not None:
             self.weight_specs = jax.tree.map(lambda a: a.sharding.spec, weights)
             self.state_specs = _state_specs(
@@ -114,7 +131,7 @@ def initial_parts(program: Program, num_pages: int) -> EngineState:
         )
     return EngineState(
         pages=kv_cache.allocate(
-            model.cache, num_pages=num_pages, page_size=program.page_size, dtype=sizes.cache_dtype
+            model.cache, num_pages=num_pages, page_size=program.cells, dtype=sizes.cache_dtype
         ),
         last_token=jnp.zeros(sizes.num_slots, jnp.int32),
         page_table=jnp.zeros((sizes.num_slots, sizes.table_width), jnp.int32),

@@ -55,7 +55,7 @@ class CacheShape(NamedTuple):
     value_dim: int | None = None
 
 
-def layout(page_size: int, head_dim: int) -> tuple[int, int]:
+def page_layout(page_size: int, head_dim: int) -> tuple[int, int]:
     """Rows and lanes of a page: B and H, but folded on a TPU whose lanes H would not fill."""
     return rows_and_lanes(page_size, head_dim) if platform() == "tpu" else (page_size, head_dim)
 
@@ -85,7 +85,7 @@ def check_layout(page_size: int, dtype, parts: int = 1) -> None:
 
 def allocate(cache: CacheShape, *, num_pages: int, page_size: int, dtype) -> tuple[KVPages, ...]:
     """Zeroed pages of every layer, with scales where the type is a quantized one."""
-    shape = (num_pages, cache.num_kv_heads, *layout(page_size, cache.head_dim))
+    shape = (num_pages, cache.num_kv_heads, *page_layout(page_size, cache.head_dim))
     scales = (num_pages, cache.num_kv_heads, page_size) if is_quantized(dtype) else None
 
     def layer() -> KVPages:
@@ -109,7 +109,7 @@ def ragged_batch(
     q_start: Int[Array, " R1"],
     kv_len: Int[Array, " R"],
     page_table: Int[Array, "R W"],
-    prompt_len: Int[Array, " R"],
+    least_rope_len: Int[Array, " R"],
     write_from: Int[Array, " R"],
     *,
     page_size: int,
@@ -125,7 +125,7 @@ def ragged_batch(
     at = places(split.indices(), rows, part, cells=page_size, num_pages=num_pages)
     return RaggedBatch(
         positions=at.position,
-        rope_len=jnp.maximum(prompt_len[at.row], at.position + 1),
+        rope_len=jnp.maximum(least_rope_len[at.row], at.position + 1),
         write_page=at.page,
         write_cell=at.cell,
         split=split,

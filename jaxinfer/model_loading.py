@@ -13,6 +13,7 @@ from tqdm import tqdm
 from jaxinfer import compilation_cache
 from jaxinfer.config import EngineConfig
 from jaxinfer.embedding.embedder import Embedder
+from jaxinfer.embedding.text_batches import check_config
 from jaxinfer.engine import Engine
 from jaxinfer.hosts.peers import ALONE, Peers
 from jaxinfer.loading import Checkpoint, open_checkpoint
@@ -34,22 +35,6 @@ from jaxinfer.tokenizer import Tokenizer
 
 NO_GENERATION = "this model is an encoder, which embeds texts and does not generate; use embed()"
 NO_EMBEDDING = "this model generates and embeds nothing; load an encoder (BERT, RoBERTa, BGE, E5)"
-
-
-def load_engine(
-    source: str | Path,
-    config: EngineConfig | None = None,
-    *,
-    show_progress: bool = True,
-    on_loaded: Callable[[Engine | Replicas], None] = lambda engine: None,
-) -> tuple[Engine | Replicas, GenerationDefaults]:
-    """`load_model` for a model that generates; an encoder is refused (`CheckpointError`)."""
-
-    def check(loaded: Engine | Replicas | Embedder) -> None:
-        on_loaded(need_engine(loaded))
-
-    engine, generation = load_model(source, config, show_progress=show_progress, on_loaded=check)
-    return need_engine(engine), generation
 
 
 def need_engine(loaded: Engine | Replicas | Embedder) -> Engine | Replicas:
@@ -160,13 +145,14 @@ def _on_meshes(
     model: FunctionalModel, config: EngineConfig, peers: Peers
 ) -> list[FunctionalModel] | list[ShardedModel]:
     """The model by `config.mesh`, one a replica; an encoder, which has one device, as it is.
-    `ConfigError` names what does not divide, before a weight is read."""
+    `ConfigError` names what does not divide, or is not for encoders, before a weight is read."""
     if not isinstance(model.config, EncoderConfig):
         return sharded_replicas(model, config, peers)
-    if config.mesh.num_devices > 1 or peers.num_processes > 1:
+    check_config(config)
+    if peers.num_processes > 1:
         raise ConfigError(
-            f"the mesh has {config.mesh.num_devices} devices in {peers.num_processes} processes, "
-            "and an encoder runs on one: leave mesh out, and run a process a device, each alone"
+            f"{peers.num_processes} processes, and an encoder runs in one: start each alone, a "
+            "process a device"
         )
     return [model]
 

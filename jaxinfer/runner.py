@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
-from jaxinfer import engine_state, kv_cache, step
+from jaxinfer import engine_state, step
 from jaxinfer.batch import StepShape, build, packed_size
 from jaxinfer.compiling import compile_program, compile_programs
 from jaxinfer.config import EngineConfig
@@ -57,25 +57,17 @@ class Runner:
         self.program = engine_state.Program(
             model,
             weights,
-            sizes=engine_state.StateSizes(
-                config.cache.page_size,
-                self.num_slots,
-                max_len,
-                self.cache_dtype,
-                self.shape_for(config.buckets[-1]),
-            ),
+            sizes=engine_state.StateSizes.of(config, model.model.numerics, max_len),
             sample_tile=CPU_SAMPLE_TILE if on_cpu else None,
         )
-        parts = model.layout.parts("cell")
-        kv_cache.check_layout(config.cache.page_size, self.cache_dtype, parts)
         self.memory = agreed_plan(self._plan_memory(), model, weights, config, max_len)
+        self._initial_state = self._compile_initial_state()
         self._make_state()
         self.table_width = self.program.sizes.table_width
 
     @property
     def cache_dtype(self) -> jnp.dtype:
-        name = self.config.cache.dtype
-        return self.model.model.numerics.dtype if name == "model" else jnp.dtype(name)
+        return self.program.sizes.cache_dtype
 
     @property
     def num_compiled(self) -> int:
@@ -110,10 +102,15 @@ class Runner:
         with self.peers.call(Op.RESET, 0):
             self._make_state()
 
+    def _compile_initial_state(self) -> Callable[[], engine_state.EngineState]:
+        num_pages = self.memory.num_pages
+        if self.model.mesh is None:  # zeros on one device need no program
+            return partial(engine_state.initial_parts, self.program, num_pages)
+        return compile_program(step.initial_state.lower(program=self.program, num_pages=num_pages))
+
     def _make_state(self) -> None:
         self.state: Any = None  # first, so that both need not fit
-        make = engine_state.initial_parts if self.model.mesh is None else step.initial_state
-        self.state = make(program=self.program, num_pages=self.memory.num_pages)
+        self.state = self._initial_state()
         self.stages: list[Plan | None] = [None] * self.model.num_stages
 
     @property
@@ -188,14 +185,11 @@ class Runner:
         """Of one device; all hold as much."""
         cache, mesh = self.config.cache, self.model.mesh
         limit = device_limit(jax.local_devices()[0] if mesh is None else mesh.local_devices[0])
-        page_bytes = kv_cache.page_bytes(
-            self.model.cache, page_size=self.program.page_size, dtype=self.cache_dtype
-        )
         return plan_pages(
             cache,
             weight_bytes=sum(map(bytes_on_a_device, jax.tree.leaves(self.weights))),
             temporary_bytes=0 if limit is None else self._temporary_bytes(),
-            page_bytes=page_bytes,
+            page_bytes=self.program.page_bytes,
             min_tokens=2,
             max_tokens=self.num_slots * self.max_len,
             limit=limit,
@@ -205,7 +199,6 @@ class Runner:
     def _temporary_bytes(self) -> int:
         """Of the largest step, by the compiler's account; one page will do, they count apart."""
         state = self.program.abstract_state(1)
-        shape = self.shape_for(self.config.buckets[-1])
-        compiled = compile_program(self._lower_step(state, shape))
+        compiled = compile_program(self._lower_step(state, self.program.sizes.largest))
         analysis = compiled.memory_analysis()
         return int(analysis.temp_size_in_bytes + analysis.output_size_in_bytes)

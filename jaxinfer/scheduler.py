@@ -121,7 +121,8 @@ class Scheduler:
         return plan
 
     def finish(self, request: Request, reason: FinishReason) -> None:
-        """Take a request out, wherever it is; its pages and slot are free at once.
+        """Take a request out, wherever it is; its pages are free at once, its slot too, in a
+        pipeline once nothing under way can write to it.
 
         Safe while a step that holds it is in flight: the device runs steps in order, so whoever
         gets the pages next overwrites what that step still writes.

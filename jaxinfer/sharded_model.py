@@ -29,7 +29,8 @@ from jaxinfer.loading.splitting import Unpackable, place_whole
 from jaxinfer.loading.targets import targets_of
 from jaxinfer.models.functional import FunctionalModel, ParameterSpec, Weights
 from jaxinfer.options import ConfigError
-from jaxinfer.sharding.mesh import MeshError, device_groups
+from jaxinfer.sharding.mesh import MeshError, device_groups, divisors, would_do
+from jaxinfer.sharding.products import least_overlapped
 from jaxinfer.sharding.rules import ONE_DEVICE, Layout
 
 BLOCKS = "blocks"
@@ -129,10 +130,9 @@ class ShardedModel:
             return model
         config, changes = model.config, {}
         if config.num_layers % S:
-            fitting = [n for n in range(1, config.num_layers + 1) if config.num_layers % n == 0]
             raise MeshError(
-                f"the model has {config.num_layers} layers, which pipe {S} does not divide; sizes "
-                f"that would do: {', '.join(map(str, fitting))}"
+                f"the model has {config.num_layers} layers, which pipe {S} does not divide; "
+                f"{would_do(divisors(config.num_layers))}"
             )
         if S > 1:
             changes["num_layers"] = config.num_layers // S
@@ -142,10 +142,14 @@ class ShardedModel:
         config = dataclasses.replace(config, **changes) if changes else config
         return FunctionalModel(model.family, config, numerics)
 
+    @property
+    def _is_latent(self) -> bool:
+        """Whether all heads read one key, which every device holds."""
+        return getattr(self.model.config, "latent", None) is not None
+
     def _repeats_kv_heads(self) -> bool:
-        """GPT-like models have as many as heads, latent attention one for all."""
-        config = self.model.config
-        return hasattr(config, "num_kv_heads") and getattr(config, "latent", None) is None
+        """GPT-like models have as many as heads."""
+        return hasattr(self.model.config, "num_kv_heads") and not self._is_latent
 
     def _num_kv_heads(self) -> int:
         """So many that they divide as the heads do: each part's heads, in runs that read one KV
@@ -158,8 +162,7 @@ class ShardedModel:
         return config.num_heads // math.gcd(group, config.num_heads // parts)
 
     def _kv_parts(self) -> int:
-        is_latent = getattr(self.model.config, "latent", None) is not None
-        return 1 if is_latent else self.layout.parts("kv_heads")
+        return 1 if self._is_latent else self.layout.parts("kv_heads")
 
     def _source(self, local: ParameterSpec, given: dict[str, ParameterSpec]) -> Source:
         paths = (local.path,)
@@ -180,11 +183,11 @@ class ShardedModel:
     def _parameter(
         self, source: Source, given: dict[str, ParameterSpec], path: str
     ) -> ParameterSpec:
-        spec = given[source.paths[0]]
-        if source.num_kv_heads is not None:
-            times = source.num_kv_heads / self.model.config.num_kv_heads
+        spec, held = given[source.paths[0]], source.num_kv_heads
+        if held is not None:
+            own = self.model.config.num_kv_heads
             longer = lambda sizes, axes: tuple(
-                round(n * times) if axis == "kv_heads" else n
+                n * held // own if axis == "kv_heads" else n
                 for n, axis in zip(sizes, axes, strict=True)
             )
             shape, dims = longer(spec.shape, spec.array_axes), longer(spec.dims, spec.axes)
@@ -209,21 +212,20 @@ class ShardedModel:
         per_stage = self.local.config.num_layers
         if (index := odd_one(per_stage)) is None:
             return
-        whole = [n for n in range(1, num_layers + 1) if num_layers % n == 0]
-        fitting = [n for n in whole if odd_one(num_layers // n) is None]
+        fitting = [n for n in divisors(num_layers) if odd_one(num_layers // n) is None]
         raise MeshError(
             f"pipe is {self.num_stages}, so that layer {index} is stacked with layer "
             f"{index % per_stage}, but they are built differently (another window, RoPE, MLP or "
-            f"norm); sizes that would do: {', '.join(map(str, fitting))}"
+            f"norm); {would_do(fitting)}"
         )
 
 
-def sharded_for(model: FunctionalModel, config: EngineConfig, peers: Peers = ALONE) -> ShardedModel:
+def sharded_for(model: FunctionalModel, config: EngineConfig) -> ShardedModel:
     """`model` as `config.mesh` says, over this process's devices; `ConfigError` where that does not
     fit them or it, or asks for replicas: those are several engines (`jaxinfer.replicas`)."""
     if config.mesh.data > 1:
         raise ConfigError(f"mesh.data is {config.mesh.data}: an engine is one replica of them")
-    return sharded_replicas(model, config, peers)[0]
+    return sharded_replicas(model, config)[0]
 
 
 def sharded_replicas(
@@ -235,12 +237,30 @@ def sharded_replicas(
     try:
         layout = layout_of(config.mesh)
         cells_of_part(config.cache.page_size, layout)
+        check_overlap(config, layout)
         if config.mesh.num_devices == 1:
             return [ShardedModel(model, layout)]
         meshes = device_groups(config.mesh.sizes)
         return [ShardedModel(model, layout, mesh, peers) for mesh in meshes]
     except MeshError as error:
         raise ConfigError(str(error)) from error
+
+
+def check_overlap(config: EngineConfig, layout: Layout) -> None:
+    """`MeshError` where even the largest step would have nothing to overlap."""
+    largest, n = config.buckets[-1], layout.parts("ffn")
+    is_array = config.quantize is None
+    least = least_overlapped(n, is_array=is_array, in_order=config.batch_invariant)
+    if not layout.overlaps or largest >= least:
+        return
+    which = "on a GPU" if is_array else f"of {config.quantize} weights"
+    how, way = f"only in steps of {least:g} tokens", f"set scheduler.max_tokens to {least:g}"
+    if least == math.inf:
+        how, way = "never with batch_invariant", "leave that out"
+    raise MeshError(
+        f"mesh.overlap is true, but products {which} are made in parts {how} over {n} devices, and "
+        f"the largest step has {largest}: {way}, or leave mesh.overlap out"
+    )
 
 
 def unstacked(weights: Sequence[Any], model: ShardedModel) -> Weights:

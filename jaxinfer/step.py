@@ -126,7 +126,7 @@ def _ragged(
         batch.page_table,
         batch.rope_len,
         batch.write_from,
-        page_size=program.page_size,
+        page_size=program.cells,
         num_pages=pages[0].k.shape[0],
         layout=program.model.layout,
     )
@@ -143,19 +143,20 @@ def _token_ids(inputs: StepInputs, last_token: jax.Array) -> jax.Array:
 def _prompt_logprobs(
     decoder, hidden: jax.Array, batch: MicroBatch, model: ShardedModel, split: TokenSplit
 ) -> PromptLogprobs:
-    """Head and log-softmax over all tokens, tile by tile, and only where a prompt asked."""
-    T = split.num_tokens
+    """Head and log-softmax over all tokens, tile by tile, and only where a prompt asked. A device
+    takes those that it has: only what comes of them is gathered."""
+    T, own = split.num_tokens, split.num_own
 
     def compute():
-        tile = min(PROMPT_LOGPROBS_TILE, T)
-        pad = -T % tile
-        last = micro_batch.of_last_stage(split.all(hidden), model.num_stages)
+        tile = min(PROMPT_LOGPROBS_TILE, own)
+        pad = -own % tile
+        last = micro_batch.of_last_stage(hidden, model.num_stages)
         tiles = jnp.pad(last, ((0, pad), (0, 0))).reshape(-1, tile, hidden.shape[1])
-        targets = jnp.pad(batch.target_ids, (0, pad)).reshape(-1, tile)
+        targets = jnp.pad(split.own(batch.target_ids), (0, pad)).reshape(-1, tile)
         vocab_axes = model.layout.axes("vocab")
         of_tile = lambda x: top_logprobs(decoder.logits(x[0]), x[1], vocab_axes)
         parts = jax.lax.map(of_tile, (tiles, targets))
-        return PromptLogprobs(*(p.reshape(-1, *p.shape[2:])[:T] for p in parts))
+        return PromptLogprobs(*(split.all(p.reshape(-1, *p.shape[2:])[:own]) for p in parts))
 
     def nothing():
         shape = (T, MAX_LOGPROBS)
@@ -213,7 +214,7 @@ def _initial_state(*, program: Program, num_pages: int) -> EngineState:
     return program.on_mesh(lambda: initial_parts(program, num_pages), (), program.specs[1])()
 
 
-# Each device of a mesh makes its own zeros; one alone needs no program for that. Static: all.
+# Each device of a mesh makes its own zeros. Static: all.
 initial_state = jax.jit(_initial_state, static_argnames=("program", "num_pages"))
 # Static: the program (once an engine) and the shape (once a bucket). Donated: the state.
 step = jax.jit(_step, static_argnames=("program", "shape"), donate_argnames=("state",))
@@ -228,5 +229,5 @@ def forget_traces() -> None:
     jit's caches would hold every engine's executables for the life of the process. On a CPU one is
     some 450 memory maps; Linux allows a process 65,530, and XLA aborts past them.
     """
-    for program in (step, admit, admit_extras):
+    for program in (step, admit, admit_extras, initial_state):
         program.clear_cache()  # type: ignore[attr-defined]

@@ -11,8 +11,9 @@ the tokens of cache, and the roofline of a decode step and of a prefill chunk
 stderr. Exits with 0 where it fits, with 1 where it does not (of a search: where nothing does), and
 with 2 where nothing could be planned: wrong options, no such model, no compiler.
 
-`--search` tries the meshes and quantizations that divide the model, by arithmetic, and compiles
-the cheapest few.
+`--search` tries the meshes that divide the model and the quantizations (of `--quant`, a `quantize`
+that is set, or one of the preset or checkpoint, that one alone), by arithmetic, and compiles the
+cheapest few.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ CHUNK = flags.DEFINE_integer("chunk", None, "Tokens of a step, at most; 1024 wit
 CONFIG = flags.DEFINE_string("config", None, "A preset or a .toml file to start from.")
 SET = flags.DEFINE_multi_string("set", [], "Engine option, key.path=value; may be repeated.")
 WHOLE = flags.DEFINE_boolean("whole", True, "Compile all layers; else a few, and arithmetic.")
-SEARCH = flags.DEFINE_boolean("search", False, "Try meshes and quantizations.")
+SEARCH = flags.DEFINE_boolean("search", False, "Try meshes and, where none is set, quantizations.")
 COMPILED = flags.DEFINE_integer(
     "compiled", 3, "In a search: compile until so many fit.", lower_bound=1
 )
@@ -132,6 +133,8 @@ def main(argv: list[str]) -> int:
             f"the sizes are beyond what can be planned ({error or type(error).__name__}): a number "
             "of the model's configuration, --rows, --chunk or --set is likely wrong"
         )
+    except NotImplementedError as error:  # of every backend of an operator
+        return refuse(" ".join(str(error).split()))
     except jax.errors.JaxRuntimeError as error:
         return refuse(f"the compiler refused a step of the plan: {first_reason(error)}")
     return 0 if fits else 1
@@ -174,7 +177,7 @@ def run(chip: Chip, model: Named, config: EngineConfig) -> tuple[str, Any, bool]
     """What to print, what to write, and whether anything fits."""
     context = context_of(model, config, asked())
     if SEARCH.value:
-        kinds = kinds_of(asked(), config, model)
+        kinds = kinds_of(asked(), config)
         found = search(chip, model, config, kinds, context, COMPILED.value)
         fits = any(not candidate.is_refused for candidate in found)
         return search_text(chip, model, context, found), search_json(found), fits

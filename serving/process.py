@@ -35,7 +35,7 @@ from absl import logging
 
 from jaxinfer import ConfigError, Embedder, Engine, EngineConfig, Replicas
 from jaxinfer.host import calm_collector, compute_behind_serving
-from jaxinfer.hosts import ALONE, Peers
+from jaxinfer.hosts import ALONE, HostsError, Peers
 from jaxinfer.loading.checkpoint import GenerationDefaults
 from jaxinfer.model_loading import about_cache, about_mesh, about_weights, load_model
 from jaxinfer.serving.auth import ApiKeys
@@ -151,7 +151,7 @@ class _Server:
             engine,
             config.limits,
             observers=tuple(observers),
-            on_death=lambda error: self._die(f"{type(error).__name__}: {error}"),
+            on_death=self._die,
         )
         service = Service(engine, loop, generation=generation, model_name=config.model_name)
         self._metrics.watch(loop, service.model.name)
@@ -218,10 +218,13 @@ class _Server:
         with contextlib.suppress(RuntimeError):
             self._events.call_soon_threadsafe(self._mourn, reason)
 
-    def _die(self, reason: str) -> None:
-        """The engine's thread has died; called in the event loop."""
+    def _die(self, error: BaseException) -> None:
+        """The engine's thread has died; called in the event loop. Of another process `_on_lost`
+        tells, and no stack here explains it."""
         if self._death is None:
-            _dump_stacks(reason)
+            reason = f"{type(error).__name__}: {error}"
+            if not isinstance(error, HostsError):
+                _dump_stacks(reason)
             self._end_at_last()
             self._mourn(reason)
 
@@ -265,8 +268,9 @@ class _Server:
             async with asyncio.timeout(STOP_S):
                 await self._loop.stop()
         except TimeoutError:
-            self._death = self._death or f"the engine's thread did not end in {STOP_S:g} s"
-            _dump_stacks(self._death)
+            if self._death is None:  # else it waits, for good, for what died
+                self._death = f"the engine's thread did not end in {STOP_S:g} s"
+                _dump_stacks(self._death)
 
 
 def _tracing_maker(config: ServingConfig) -> Callable[[str], Any]:

@@ -18,7 +18,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-AXES = ("data", "pipe", "seq", "expert", "tensor")
+AXES: tuple[str, ...] = ("data", "pipe", "seq", "expert", "tensor")
 STEP_AXES = AXES[1:]  # those of one engine's mesh
 
 
@@ -29,6 +29,17 @@ class MeshError(ValueError):
 def spelled(sizes: Mapping[str, int]) -> str:
     """As "pipe 2 x tensor 8": the axes longer than 1."""
     return " x ".join(f"{axis} {n}" for axis, n in sizes.items() if n > 1)
+
+
+def divisors(n: int) -> list[int]:
+    """Those of n > 0, smallest first."""
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
+
+
+def would_do(sizes: Sequence[int]) -> str:
+    """For a `MeshError`: the sizes of an axis to choose from; of many the first 24."""
+    return f"sizes that would do: {', '.join(map(str, sizes[:24]))}"
 
 
 def device_groups(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) -> list[Mesh]:

@@ -12,6 +12,7 @@ Which one is the layout's choice, so that it is static.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -76,12 +77,20 @@ def overlapped_product(
     they do in parts of the tokens.
     """
     n = lax.axis_size(axes)
-    is_cut = isinstance(weight, jax.Array) and weight.shape[1] % n == 0 and platform() != "gpu"
-    if is_cut:
+    is_cut = isinstance(weight, jax.Array) and weight.shape[1] % n == 0
+    if is_cut and least_overlapped(n, is_array=True, in_order=in_order) == 1:
         return product_by_outputs(product, x, weight, axes)
-    if x.shape[0] >= n * MIN_TOKENS_A_PART and not in_order:
+    if x.shape[0] >= least_overlapped(n, is_array=False, in_order=in_order):
         return product_by_tokens(product, x, weight, axes)
     return exact_sum(product(x, weight), axes, in_order=in_order)
+
+
+def least_overlapped(n: int, *, is_array: bool, in_order: bool) -> float:
+    """How many tokens a step takes for `overlapped_product` to work in parts on n devices; infinity
+    where it never does. `is_array`: the weight is no quantized one."""
+    if is_array and platform() != "gpu":
+        return 1
+    return math.inf if in_order else n * MIN_TOKENS_A_PART
 
 
 def product_by_outputs(

@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxinfer.kernels.flash_attention import BACKENDS, ColumnIntervals, flash_attention, merge
 from jaxinfer.kernels.kv_pages import StoredTokens, dequantized
+from jaxinfer.kernels.paged_attention.api import rows_at
 from jaxinfer.sharding.zigzag import TokenSplit
 
 FAR = 2**30  # behind any token of a step
@@ -150,9 +151,3 @@ def row_ends(index: Int[Array, " T"], q_start: Int[Array, " R1"]) -> Int[Array, 
     where that ends, so that nothing sees them."""
     row = rows_at(index, q_start)
     return q_start[jnp.minimum(row + 1, q_start.shape[0] - 1)]
-
-
-def rows_at(index: Int[Array, " T"], q_start: Int[Array, " R1"]) -> Int[Array, " T"]:
-    """The rows of tokens `index` of the step; R of those behind the last one."""
-    row = jnp.searchsorted(q_start[1:], index, side="right", method="compare_all")
-    return row.astype(jnp.int32)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from jax.sharding import PartitionSpec
 
-from jaxinfer.sharding.mesh import STEP_AXES, MeshError
+from jaxinfer.sharding.mesh import STEP_AXES, MeshError, divisors, would_do
 
 # Outermost first. Outside experts, `expert` splits what `tensor` splits: its devices would compute
 # the same otherwise. The vocabulary is split over the pipeline too, so that no stage idles while
@@ -131,12 +131,10 @@ class Layout:
         parts = self.parts(logical)
         if n % parts:
             axes = " x ".join(f"{axis} {self.size(axis)}" for axis in self.axes(logical))
-            fitting = [d for d in range(1, min(n, 4096) + 1) if n % d == 0]
             whole = ["heads", "kv_heads"] if logical in ("heads", "kv_heads") else [logical]
             raise MeshError(
                 f"{what + ': ' if what else ''}{logical} is {n}, which {axes} does not divide; "
-                f"sizes that would do: {', '.join(map(str, fitting[:24]))}; or keep it whole "
-                f"(mesh.whole = {whole})"
+                f"{would_do(divisors(n))}; or keep it whole (mesh.whole = {whole})"
             )
         return n // parts
 

@@ -12,6 +12,7 @@ are few (`zigzag.py`):
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -22,11 +23,12 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxinfer.kernels.folding import fold_of
 from jaxinfer.kernels.kv_pages import KVPages, StoredTokens, as_stored, dequantized
 from jaxinfer.kernels.paged_attention import paged_attention
+from jaxinfer.kernels.paged_attention.api import rows_at
 from jaxinfer.kernels.paged_attention.page_part import WHOLE, PagePart
 from jaxinfer.kernels.rope_and_write import BACKENDS, rope_and_write
 from jaxinfer.kernels.rotary import rotate
 from jaxinfer.sharding.collectives import Axes, all_max, all_sum, rank
-from jaxinfer.sharding.ring import Partial, around, merged, ring_attention, rows_at
+from jaxinfer.sharding.ring import Partial, around, merged, ring_attention
 from jaxinfer.sharding.rules import Layout
 from jaxinfer.sharding.zigzag import TokenSplit
 
@@ -89,20 +91,28 @@ def attend_to_parts(
     *,
     rotary: Any = None,
     sinks: Float[Array, " N"] | None = None,
+    backend: str | None = None,
     **variant: Any,
 ) -> tuple[Float[Array, "T N values"], KVPages]:
     """What `update_and_attend` does (`kernels/paged_attention/update.py`), of the tokens that
     `split` gives this device, over pages of which each has its cells; inside `shard_map`.
 
     `where`: page and cell of each token here (`places`). `variant`: scale, window, soft_cap,
-    alibi_slopes, value_dim, backend.
+    alibi_slopes, value_dim.
     """
     part = part_of_pages(layout)
+    # No writer of that name: the best that fits.
+    write = partial(rope_and_write, backend=backend if backend in BACKENDS else None)
+    variant["backend"] = backend
     if split.count == 1:
-        (out, lse), pages = _all_here(q, k, v, pages, rows, part, where, rotary, variant)
+        cos, sin = rotary or (None, None)
+        q, pages = write(q, k, v, cos, sin, pages, *where)
+        out, lse = _over_pages(q, pages, rows, part, variant)
         out, lse = merged_over(out, lse, layout.axes("cell"))
     else:
-        (out, lse), pages = _some_here(q, k, v, pages, rows, part, split, rotary, variant)
+        if rotary is not None:
+            q, k = rotate(q, *rotary), rotate(k, *rotary)
+        (out, lse), pages = _round_the_ring(q, k, v, pages, rows, part, split, write, variant)
     if sinks is not None:  # one more score, without a value, once for all parts
         out = out * jax.nn.sigmoid(lse - sinks)[..., None]
     return out.astype(q.dtype), pages
@@ -118,28 +128,15 @@ def merged_over(out: jax.Array, lse: jax.Array, axes: Axes) -> tuple[jax.Array, 
     return out / jnp.where(total == 0, 1, total)[..., None], jnp.log(total) + top
 
 
-def _writer(backend: str | None) -> str | None:
-    """No backend of that name: the best that fits."""
-    return backend if backend in BACKENDS else None
-
-
-def _all_here(q, k, v, pages, rows: Rows, part: PagePart, where, rotary, variant):
-    cos, sin = rotary or (None, None)
-    writer = _writer(variant["backend"])
-    q, pages = rope_and_write(q, k, v, cos, sin, pages, *where, backend=writer)
+def _over_pages(q, pages, rows: Rows, part: PagePart, variant) -> Any:
     of_rows = (rows.q_start, rows.kv_len, rows.page_table)
-    found: Any = paged_attention(q, pages, *of_rows, part=part, return_lse=True, **variant)
-    return found, pages
+    return paged_attention(q, pages, *of_rows, part=part, return_lse=True, **variant)
 
 
-def _some_here(q, k, v, pages, rows: Rows, part: PagePart, split: TokenSplit, rotary, variant):
-    if rotary is not None:
-        q, k = rotate(q, *rotary), rotate(k, *rotary)
+def _round_the_ring(q, k, v, pages, rows: Rows, part: PagePart, split: TokenSplit, write, variant):
     num_pages = pages.k.shape[0]
     cells = pages.k.shape[2] * fold_of(pages.k.shape[3], q.shape[2])
-    value_dim = variant["value_dim"] or q.shape[2]
-
-    writer = _writer(variant["backend"])
+    value_dim = variant.get("value_dim") or q.shape[2]
 
     def store(pages, chunk: StoredTokens, device):
         of = places(split.indices(device), rows, part, cells=cells, num_pages=num_pages)
@@ -147,9 +144,7 @@ def _some_here(q, k, v, pages, rows: Rows, part: PagePart, split: TokenSplit, ro
         v = None if chunk.v is None else dequantized(chunk.v, chunk.v_scales)
         # By the platform's own writer: a scatter makes XLA copy the pool (v5e, jax 0.10.2). It has
         # no queries to turn here, and gets something small for them.
-        return rope_and_write(k[:, :1], k, v, None, None, pages, of.page, of.cell, backend=writer)[
-            1
-        ]
+        return write(k[:, :1], k, v, None, None, pages, of.page, of.cell)[1]
 
     new = as_stored(pages, k, v)
     found, pages = ring_attention(q, new, rows.q_start, split, store, pages, **variant)

@@ -20,6 +20,7 @@ from jaxinfer.config import from_mapping
 from jaxinfer.kernels.quantized_matmul import QuantArray
 from jaxinfer.nn.layers import Linear, Numerics
 from jaxinfer.nn.quantized import QuantWeight
+from jaxinfer.sampling_params import MAX_LOGPROBS
 from jaxinfer.sharding import compressed, products
 from jaxinfer.sharding.rules import Layout
 
@@ -240,7 +241,7 @@ def linear(numerics: Numerics, x: jax.Array, weight: Any, bias: jax.Array) -> ja
 def layers() -> dict[str, Any]:
     """The collectives of the engine's step at tensor = 8: those of each layer, by the name that
     its instructions carry, and all that are as large as a layer's sum."""
-    keys = {"model_type": "llama", "hidden_size": 96, "intermediate_size": 128, "vocab_size": 256}
+    keys = {"model_type": "llama", "hidden_size": 96, "intermediate_size": 128, "vocab_size": 4096}
     keys |= {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2}
     named = importlib.import_module("planner.models").from_table("tiny", keys)
     chip = importlib.import_module("compile_target").Chip(load_target("cpu:8"))
@@ -261,6 +262,10 @@ def layers() -> dict[str, Any]:
         "by_layer": [[(one.kind, one.bytes) for one in in_layer(i)] for i in range(2)],
         "sum_bytes": T * D * 4,
         "large": Counter(one.kind for one in found if one.bytes == T * D * 4),
+        "largest": max(one.bytes for one in found),
+        # Of every token, each device's best of the vocabulary, where a prompt asks for logprobs.
+        "candidate_bytes": T * 8 * MAX_LOGPROBS * (4 + 4),
+        "head_bytes_on_a_device": 96 * 4096 * 4 // 8,
     }
 
 

@@ -22,6 +22,7 @@ import jaxinfer.engine
 from jaxinfer.batch import ON_DEVICE, StepShape, build, unpack
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine import Engine
+from jaxinfer.hosts import ALONE
 from jaxinfer.nn.layers import Numerics
 from jaxinfer.pages import PagePool
 from jaxinfer.sampling_params import MAX_LOGPROBS
@@ -56,6 +57,7 @@ class FakeRunner:
 
     cache_dtype = "ids"
     is_under_way = False
+    peers = ALONE
 
     def __init__(self, model: Any, weights: Any, config: EngineConfig, max_len: int):
         self.config = config

@@ -1,7 +1,8 @@
-"""Tiny quantized models, loaded once for all tests of a file."""
+"""Quantized models: tiny ones, loaded once for all tests of a file, and any from its weights."""
 
 from __future__ import annotations
 
+import dataclasses
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,6 +13,9 @@ from tiny_checkpoints import token_sequences, write_checkpoint
 
 from jaxinfer.loading import open_checkpoint
 from jaxinfer.loading.assign import functional_model, load_weights
+from jaxinfer.loading.quantize import can_quantize, quantize_parameter, recipe_of
+from jaxinfer.loading.splitting import place_whole
+from jaxinfer.loading.targets import Target
 from jaxinfer.models.functional import FunctionalModel, Weights
 from jaxinfer.nn.layers import Numerics
 
@@ -41,3 +45,21 @@ def tiny_weights(name: str) -> tuple[Weights, Weights, Weights]:
             load_weights(quantized, model),
             load_weights(plain, model),
         )
+
+
+def quantize_weights(
+    model: FunctionalModel, weights: Weights, kind: str, *, with_embedding: bool = False
+) -> Weights:
+    """As `load_weights` quantizes them; `with_embedding` also the table, as GGUF files have it: its
+    product takes x as it is."""
+    recipe = recipe_of(kind)
+    of_table = dataclasses.replace(recipe, activation_dtype=None)
+    results = []
+    for spec, weight in zip(model.parameters, weights, strict=True):
+        array = np.asarray(weight)
+        if can_quantize(spec, recipe):
+            weight = quantize_parameter(spec, array, recipe)
+        elif spec.packs == "table" and with_embedding:
+            weight = quantize_parameter(spec, array.T, of_table)
+        results.append(place_whole(Target(spec, (spec,)), lambda _, weight=weight: weight))
+    return tuple(results)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,8 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 
 jax.config.update("jax_num_cpu_devices", 8)
+sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
+
+from compile_matrix import load_target  # noqa: E402
+from compile_steps import StepProgram  # noqa: E402
+from compile_target import Chip  # noqa: E402
+from planner.models import from_table  # noqa: E402
 
 from jaxinfer import kv_cache  # noqa: E402
+from jaxinfer.config import from_mapping  # noqa: E402
 from jaxinfer.kernels.kv_pages import KVPages  # noqa: E402
 from jaxinfer.nn.attention import Attention, AttentionConfig  # noqa: E402
 from jaxinfer.nn.cached_attention import attend_to_cache  # noqa: E402
@@ -153,6 +162,24 @@ def temporaries(count: int, tokens: int) -> int:
     return memory.temp_size_in_bytes + memory.argument_size_in_bytes
 
 
+def of_a_whole_step(count: int, tokens: int) -> int:
+    """Bytes of temporaries on a device, of an engine's step of count x tokens: head, sampling and
+    the logprobs of prompts too."""
+    zigzag.MAX_TOGETHER = 0
+    sizes = {"hidden_size": 512, "intermediate_size": 512, "vocab_size": 256, "head_dim": H}
+    heads = {"num_attention_heads": N, "num_key_value_heads": K, "num_hidden_layers": 1}
+    table = {"model_type": "llama", "max_position_embeddings": 8192} | sizes | heads
+    config = {
+        "mesh": {"seq": count},
+        "dtype": "float32",
+        "min_bucket": count * tokens,
+        "scheduler": {"max_tokens": count * tokens, "max_rows": 2},
+    }
+    chip = Chip(load_target(f"cpu:{count}"))
+    program = StepProgram(chip, from_table("tiny", table), from_mapping(config))
+    return program.compile(count * tokens, 8).memory()["temporaries"]
+
+
 def findings() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for variant in VARIANTS:
@@ -162,6 +189,7 @@ def findings() -> dict[str, Any]:
     found["together on 8, quantized"] = off(8, "quantized", together=True)
     found["ring of 4, nothing cached"] = off(4, rows=((20, 20), (30, 30)))
     found["bytes"] = {n: temporaries(n, 512) for n in (2, 4, 8)}
+    found["bytes of a step"] = {n: of_a_whole_step(n, 512) for n in (4, 8)}
     found["bytes of twice the tokens"] = temporaries(4, 1024)
     return found
 

@@ -102,10 +102,12 @@ def test_parts_of_a_token_are_quantized_by_the_scale_of_all_of_it(found, overlap
 
 
 def test_a_layer_makes_two_sums_and_nothing_else(found):
-    """And the step has no other collective of that size but the embedding's sum."""
+    """And the step has no other collective of that size but the embedding's sum; none is larger
+    than the candidates of the vocabulary's parts, as logits, weights or pages would be."""
     one = found["layers"]
     assert one["by_layer"] == [[["all-reduce", one["sum_bytes"]]] * 2] * 2
     assert one["large"] == {"all-reduce": 2 * 2 + 1}
+    assert one["largest"] == one["candidate_bytes"] < one["head_bytes_on_a_device"]
 
 
 def test_a_sum_both_compressed_and_overlapped_is_refused():

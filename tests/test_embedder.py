@@ -9,7 +9,7 @@ from tiny_encoder import DIM, MAX_LEN, checkpoint, texts_of_lengths, tiny_embedd
 
 from jaxinfer import LLM, CheckpointError, ConfigError, InvalidRequestError
 from jaxinfer.embedding.sentences import encode_text, finished, truncated
-from jaxinfer.model_loading import load_engine
+from jaxinfer.model_loading import need_engine
 
 LENGTHS = (7, 48, 16, 3, 20, 17, 5, 33, 2, 12, 40)
 TEXT = "the cat sat on the mat. " * 20
@@ -205,7 +205,7 @@ def test_an_encoder_does_not_generate_and_says_so(llm):
     with pytest.raises(InvalidRequestError, match="an encoder, which embeds"):
         llm.generate(["the cat"])
     with pytest.raises(CheckpointError, match="does not generate"):
-        load_engine(checkpoint(), show_progress=False)
+        need_engine(llm.embedder)
 
 
 def test_a_model_that_generates_does_not_embed_and_says_so():

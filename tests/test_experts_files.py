@@ -16,8 +16,8 @@ from jaxinfer import SamplingParams
 from jaxinfer.kernels.quantized_matmul import QuantArray, dequantize
 from jaxinfer.loading import CheckpointError, open_checkpoint
 from jaxinfer.loading.assign import functional_model, load_weights
-from jaxinfer.loading.mxfp4 import dequantize_mxfp4
-from jaxinfer.nn.layers import Numerics
+from jaxinfer.loading.mxfp4 import read_mxfp4
+from jaxinfer.nn.layers import FLOAT32, Numerics
 
 PROMPTS = [[5, 9, 12, 33, 7], [40, 3, 3, 8, 90, 21, 60, 4, 11, 25], [77] * 17]
 
@@ -66,7 +66,8 @@ def mxfp4(tmp_path_factory):
         if name.endswith(("gate_up_proj", "down_proj")):
             stored = block_quantized(name, values)
             packed |= stored
-            values = dequantize_mxfp4(stored[f"{name}_blocks"], stored[f"{name}_scales"])
+            read = read_mxfp4(stored[f"{name}_blocks"], stored[f"{name}_scales"])
+            values = read.dequantize(FLOAT32)
         else:
             packed[name] = values
         plain[name] = np.ascontiguousarray(values)
@@ -109,7 +110,8 @@ def test_mxfp4_is_what_transformers_reads():
     wanted = reference.convert_moe_packed_tensors(
         torch.tensor(blocks), torch.tensor(scales), dtype=torch.float32
     )
-    np.testing.assert_array_equal(dequantize_mxfp4(blocks, scales), wanted.numpy())
+    found = read_mxfp4(blocks, scales).dequantize(FLOAT32)
+    np.testing.assert_array_equal(found, wanted.numpy())
 
 
 @pytest.fixture

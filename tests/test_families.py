@@ -10,10 +10,10 @@ import pytest
 import running
 from family_bench import REFERENCES, make_tensors, recorded, write_gguf, write_huggingface
 from family_groups import ALL, GROUPS
+from quantized_bench import quantize_weights
 
 from jaxinfer import SamplingParams
 from jaxinfer.kernels.quantized_matmul import QuantArray, dequantize
-from jaxinfer.loading.quantize import quantize_weights
 from jaxinfer.models import GGUF_FAMILIES, HF_FAMILIES
 
 TOLERANCE = 1e-4  # float32 logits of tiny random checkpoints

@@ -62,10 +62,9 @@ def test_a_request_wins_over_generation_config_over_config_over_our_default(key,
 def test_generation_config_wins_over_config_key_by_key(tmp_path):
     generation = {"eos_token_id": [2, 5, 2], "bos_token_id": None, "temperature": 0.7}
     generation |= {"top_k": 40, "top_p": 1, "repetition_penalty": 1.1, "do_sample": True}
-    config = {"eos_token_id": 7, "bos_token_id": 1, "pad_token_id": -1, "temperature": 0.1}
+    config = {"eos_token_id": 7, "bos_token_id": 1, "temperature": 0.1}
     defaults = opened(tmp_path, generation, **config)
-    assert defaults.eos_token_ids == (2, 5)
-    assert (defaults.bos_token_id, defaults.pad_token_id) == (1, None)
+    assert (defaults.eos_token_ids, defaults.bos_token_id) == ((2, 5), 1)
     assert (defaults.temperature, defaults.top_k, defaults.top_p) == (0.7, 40, 1)
     assert (defaults.min_p, defaults.repetition_penalty, defaults.do_sample) == (None, 1.1, True)
 

@@ -126,12 +126,12 @@ def test_the_vocabulary_arrays_are_not_part_of_the_metadata(tmp_path):
 
 def test_generation_defaults_come_from_the_file(tmp_path):
     writer = files.new_writer(tmp_path / "a.gguf")
-    files.add_byte_vocabulary(writer, eot_token_id=1, eom_token_id=0, padding_token_id=2)
+    files.add_byte_vocabulary(writer, eot_token_id=1, eom_token_id=0)
     writer.add_float32("general.sampling.temp", 0.5)
     writer.add_int32("general.sampling.top_k", 40)
     files.finish(writer)
     defaults = open_checkpoint(tmp_path / "a.gguf").generation
-    assert (defaults.eos_token_ids, defaults.bos_token_id, defaults.pad_token_id) == ((0, 1), 1, 2)
+    assert (defaults.eos_token_ids, defaults.bos_token_id) == ((0, 1), 1)
     assert (defaults.temperature, defaults.top_k, defaults.top_p) == (0.5, 40, None)
 
 
@@ -197,6 +197,12 @@ def test_missing_shards_are_all_named(tmp_path):
     said = refused(paths[0])
     assert paths[1].name in said
     assert paths[3].name in said
+
+
+@pytest.mark.parametrize("count", ["00000", "01001"])
+def test_a_name_that_claims_no_shards_or_too_many_is_refused(count, tmp_path):
+    path = files.write_gguf(tmp_path / f"m-00001-of-{count}.gguf")
+    assert f"claims {int(count):,} shards; 1 to 1,000 are possible" in refused(path)
 
 
 def test_a_renamed_shard_is_no_whole_model(tmp_path):

@@ -278,6 +278,8 @@ def test_bad_options_are_named(tmp_path):
     empty = tmp_path / "key"
     empty.write_text("\n")
     with pytest.raises(ConfigError, match="key' is empty"):
-        HostsConfig(channel_key_file=str(empty)).channel_key()
+        HostsConfig(**good, channel_key_file=str(empty)).channel_key()
     with pytest.raises(ConfigError, match="channel_key_file"):
-        HostsConfig(channel_key_file=str(tmp_path / "none")).channel_key()
+        HostsConfig(**good, channel_key_file=str(tmp_path / "none")).channel_key()
+    with pytest.raises(ConfigError, match="channel_key_file goes with coordinator"):
+        HostsConfig(channel_key_file=str(empty))

@@ -306,13 +306,16 @@ def test_an_index_of_another_name_is_used_if_it_is_the_only_one(tmp_path):
         (("m-00001-of-00002.safetensors",), "shard m-00002-of-00002.safetensors is missing"),
         (("m-00001-of-00002.safetensors", "x.safetensors"), "fetch the index"),
         (("m-00001-of-00001.safetensors", "n-00001-of-00001.safetensors"), "fetch the index"),
+        (("m-00001-of-00002.safetensors", "m-00001-of-00003.safetensors"), "fetch the index"),
+        (("m-00001-of-99999.safetensors",), "claims 99,999 shards; 1 to 1,000 are possible"),
     ],
 )
-def test_weights_files_that_are_no_model_are_named(names, message, tmp_path):
+def test_weights_files_that_are_no_model_are_named_in_a_line(names, message, tmp_path):
     write_json(tmp_path / "config.json", {})
     for name in names:
         write_safetensors(tmp_path / name, tensors_named("a"))
-    assert message in refused(tmp_path)
+    said = refused(tmp_path)
+    assert message in said and "\n" not in said
 
 
 def test_shards_without_an_index_that_hold_a_tensor_twice_are_refused(tmp_path):

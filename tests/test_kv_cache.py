@@ -24,11 +24,11 @@ def test_a_folded_page_holds_its_tokens_in_whole_rows_of_lanes(page_size, head_d
 
 
 def test_pages_are_folded_for_a_tpu_alone():
-    plain = kv_cache.layout(64, 64)
+    plain = kv_cache.page_layout(64, 64)
     device = AbstractDevice(device_kind="TPU v5 lite", num_cores=1, platform="tpu")
     with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
-        assert kv_cache.layout(64, 64) == (32, 128)
-        assert kv_cache.layout(64, 128) == (64, 128)
+        assert kv_cache.page_layout(64, 64) == (32, 128)
+        assert kv_cache.page_layout(64, 128) == (64, 128)
         padded = kv_cache.page_bytes(
             kv_cache.CacheShape(1, 1, 96), page_size=64, dtype=jnp.dtype("float32")
         )
@@ -48,7 +48,7 @@ def test_an_engine_over_folded_pages_yields_the_same_tokens(monkeypatch):
         return running.tokens_of(requests), engine.runner.state.pages[0].k.shape
 
     plain, plain_shape = tokens()
-    monkeypatch.setattr(kv_cache, "layout", rows_and_lanes)
+    monkeypatch.setattr(kv_cache, "page_layout", rows_and_lanes)
     folded, folded_shape = tokens()
     assert folded == plain
     assert plain_shape[2:] == (16, 8) and folded_shape[2:] == (1, 128)

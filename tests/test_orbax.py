@@ -17,6 +17,7 @@ import running
 from family_bench import make_tensors, recorded, write_gguf, write_huggingface
 from family_groups import GROUPS
 from gguf_files import BYTE_TOKENS, add_byte_vocabulary, finish, new_writer
+from quantized_bench import quantize_weights
 from quantized_checkpoints import write_quantized
 from tiny_checkpoints import write_checkpoint, write_safetensors
 
@@ -24,12 +25,16 @@ from jaxinfer.kernels.quantized_matmul import QuantArray, quantize
 from jaxinfer.loading import CheckpointError, open_checkpoint
 from jaxinfer.loading.assign import functional_model, load_weights
 from jaxinfer.loading.checkpoint import Checkpoint
+from jaxinfer.loading.load_report import LoadReport
 from jaxinfer.loading.orbax import write_converted
-from jaxinfer.loading.quantize import RECIPES, quantize_weights
+from jaxinfer.loading.quantize import RECIPES
 from jaxinfer.loading.restoring import dense
 from jaxinfer.models.functional import Weights
 from jaxinfer.nn.layers import Numerics
 from jaxinfer.nn.quantized import QuantWeight
+from jaxinfer.sharded_model import ShardedModel
+from jaxinfer.sharding.mesh import device_groups
+from jaxinfer.sharding.rules import Layout
 
 # After a failed read Orbax leaves others behind, which find its event loop closed.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -236,8 +241,20 @@ def test_scales_that_are_not_finite_are_refused(tmp_path):
     bad: Any = weights[i]
     weights[i] = dataclasses.replace(bad, scales=bad.scales.at[0, 1].set(np.nan))
     write_converted(checkpoint, model, tuple(weights), tmp_path / "output", quantization="int8")
+    converted = open_checkpoint(tmp_path / "output")
     with pytest.raises(CheckpointError, match="holds values that are NaN or infinite as float32"):
-        load_weights(open_checkpoint(tmp_path / "output"), model, keep_packed=True)
+        load_weights(converted, model, keep_packed=True)
+    on_mesh = ShardedModel(model, Layout.of({}), device_groups({})[0])
+    with pytest.raises(CheckpointError, match=r"output: blocks\.\S* holds 32 values that are NaN"):
+        load_weights(converted, on_mesh)
+
+
+def test_what_became_of_the_weights_is_logged(converted, monkeypatch):
+    lines: list[str] = []
+    keep = lambda report, model, weights: lines.append(report.line(model, weights))
+    monkeypatch.setattr(LoadReport, "log", keep)
+    restore(converted)
+    assert len(lines) == 1 and lines[0].startswith("weights: ")
 
 
 def test_float16_scales_come_back_wide_on_a_tpu(tmp_path, monkeypatch):

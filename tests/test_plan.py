@@ -308,6 +308,8 @@ def test_a_plan_for_two_cpu_devices_from_end_to_end(tmp_path):
 
 
 WRONG = {
+    "--set=attention_backend=hopper": "'hopper', which takes steps with prefill chunks alone",
+    "--flagfile={declined}": "no backend of rope_and_write took the call: tpu: Mosaic",
     "--mesh=tensr=16": "--mesh has 'tensr=16'",
     "--compiled=0": "--compiled=0",
     "--nosuch": "Unknown command line flag 'nosuch'",
@@ -325,7 +327,12 @@ def test_the_script_answers_what_is_wrong_in_a_line_and_leaves_with_2(tmp_path):
     places = {"encoder": bert, "large": LLAMA | {"vocab_size": 10**16}}
     for name, keys in places.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(keys))
-    flags = [flag.format(**{n: tmp_path / f"{n}.json" for n in places}) for flag in WRONG]
+    paths = {name: tmp_path / f"{name}.json" for name in (*places, "tiny", "declined")}
+    paths["tiny"].write_text(json.dumps(LLAMA))
+    declined = f"--model={paths['tiny']}\n--set=attention_backend=tpu\n--set=dtype=float16\n"
+    paths["declined"].write_text(declined)
+    flags = [flag.format(**paths) for flag in WRONG]
     for (code, said), flag, reason in zip(answers_to(flags), flags, WRONG.values(), strict=True):
         lines = [line for line in said.splitlines() if line.startswith("plan: ")]
         assert code == 2 and len(lines) == 1 and reason in lines[0], (flag, said)
+        assert ("compiling" in said) == ("declined" in flag), (flag, said)

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
-from tiny_plans import LLAMA, QUANTIZED, UNREAD, models, options
+from absl import logging
+from quantized_checkpoints import write_quantized
+from tiny_checkpoints import TinyLlama, write_checkpoint
+from tiny_plans import GPT2, LLAMA, QUANTIZED, UNREAD, chip, compile_steps, models, options
 
+from jaxinfer.loading import open_checkpoint
+from jaxinfer.loading.assign import functional_model, load_weights
 from jaxinfer.loading.demo import demo_model_path
+from jaxinfer.loading.orbax import write_converted
+from jaxinfer.nn.layers import Numerics
+from jaxinfer.options import ConfigError
 
 
 @pytest.mark.parametrize(("stored", "recipe"), [(None, None), ({}, None), *QUANTIZED])
@@ -64,18 +75,33 @@ def test_a_search_keeps_to_a_quantization_that_is_asked_for_and_a_presets_mesh_i
         (("int4",), options.Asked(overrides=["quantize=int4"])),
         ((None,), options.Asked(quant="none")),
         (options.SEARCHED, options.Asked("llama31_70b_v5e16", context=64, is_search=True)),
+        (("int8",), options.Asked("deepseek_v3_v5p16", context=64, is_search=True)),
+        ((None,), options.Asked("deepseek_v3_v5p16", quant="none", context=64, is_search=True)),
     ):
         config = options.engine_config(model, asked)
-        assert options.kinds_of(asked, config, model) == kinds
+        assert options.kinds_of(asked, config) == kinds
     stored = model._replace(stored=models.Stored("gptq", "int4", ""))
     config = options.engine_config(stored, options.Asked())
-    assert options.kinds_of(options.Asked(), config, stored) == ("int4",)
+    assert options.kinds_of(options.Asked(), config) == ("int4",)
 
 
 def test_a_length_that_is_set_is_the_context():
     model = models.from_table("tiny", LLAMA)
     asked = options.Asked(overrides=["max_len=48"])
     assert options.context_of(model, options.engine_config(model, asked), asked) == 48
+
+
+def test_a_length_past_the_models_is_taken_or_refused_as_the_engine_does(monkeypatch):
+    said = []
+    monkeypatch.setattr(logging, "warning", lambda text, *values: said.append(text % values))
+    model, asked = models.from_table("tiny", LLAMA), options.Asked(overrides=["max_len=2048"])
+    config = options.engine_config(model, asked)
+    assert options.context_of(model, config, asked) == 2048
+    step = compile_steps.StepProgram(chip(monkeypatch, "v5e"), model, config)
+    assert step.max_len == 2048 == 64 * step.program.sizes.table_width
+    assert said == ["max_len is 2048, past the 512 positions that the model was made for"]
+    with pytest.raises(ConfigError, match="max_len is 2048; this model has a table of 512"):
+        options.engine_config(models.from_table("tiny", GPT2), asked)
 
 
 def test_the_type_of_numbers_is_what_the_engine_takes_there():
@@ -93,3 +119,26 @@ def test_a_gguf_file_is_planned_by_the_bytes_of_its_weights():
     assert model.stored == models.Stored("gguf", "int4")
     assert models.find_model("demo", {}).config == model.config
     assert options.engine_config(model, options.Asked()).quantize == "int4"
+
+
+def convert(source: Path, folder: Path, kind: str | None, *, keep_packed: bool) -> Path:
+    checkpoint = open_checkpoint(source)
+    model = functional_model(checkpoint, Numerics(np.dtype(jnp.bfloat16)))
+    weights = load_weights(checkpoint, model, keep_packed=keep_packed, quantize=kind)
+    write_converted(checkpoint, model, weights, folder, quantization=kind)
+    return folder
+
+
+def test_a_converted_checkpoint_is_planned_by_what_was_written(tmp_path):
+    plain = write_checkpoint(TinyLlama(num_layers=1), tmp_path / "plain")
+    awq, _ = write_quantized("awq", tmp_path)
+    for source, kind, keep_packed, recipe in (
+        (plain, None, True, None), (plain, "int8", True, "int8"),
+        (plain, "float8_w8a8", True, "float8_w8a8"),
+        (awq, None, True, "int4"), (awq, None, False, None),
+    ):  # fmt: skip
+        folder = tmp_path / f"{source.name}-{kind}-{keep_packed}"
+        stored = models.find_model(
+            str(convert(source, folder, kind, keep_packed=keep_packed)), {}
+        ).stored
+        assert stored == (recipe and models.Stored("converted", recipe)), folder.name

@@ -17,7 +17,7 @@ from jaxinfer.config import from_mapping
 from jaxinfer.loading import Checkpoint, open_checkpoint
 from jaxinfer.loading.assign import functional_model, load_weights
 from jaxinfer.loading.load_report import LoadReport
-from jaxinfer.loading.quantize import quantize_weights
+from jaxinfer.loading.quantize import recipe_of
 from jaxinfer.models.functional import Weights
 from jaxinfer.nn.layers import Numerics
 from jaxinfer.nn.quantized import Quantized
@@ -73,7 +73,7 @@ def test_options_are_honoured_or_refused(tmp_path):
     with pytest.raises(ConfigError, match="quantize is 'int4', but no weight"):
         running.engine(tiny_model(), dense, {"quantize": "int4"})
     with pytest.raises(ConfigError, match="quantize is 'int3'; it must be one of"):
-        quantize_weights(tiny_model(), dense, "int3")
+        recipe_of("int3")
 
 
 def requantized(checkpoint: Checkpoint, kind: str, path: Path) -> Checkpoint:

@@ -12,15 +12,16 @@ import pytest
 import running
 from family_bench import make_tensors, recorded, write_huggingface
 from family_groups import GROUPS
-from quantized_bench import IDS, relative, tiny_model, tiny_weights
-from quantized_checkpoints import QUANTIZATIONS, TINY
-from tiny_checkpoints import write_checkpoint
+from quantized_bench import IDS, quantize_weights, relative, tiny_model, tiny_weights
+from quantized_checkpoints import QUANTIZATIONS, TINY, write_quantized
+from tiny_checkpoints import write_checkpoint, write_safetensors
 
 from jaxinfer.kernels.quantized_matmul import QuantArray, dequantize, quantize
-from jaxinfer.loading import open_checkpoint
+from jaxinfer.loading import CheckpointError, open_checkpoint
 from jaxinfer.loading.assign import functional_model, load_weights
 from jaxinfer.loading.load_report import LoadReport
-from jaxinfer.loading.quantize import RECIPES, quantize_parameter, quantize_weights
+from jaxinfer.loading.quantize import RECIPES, quantize_parameter
+from jaxinfer.loading.safetensors_header import read_safetensors
 from jaxinfer.models.functional import ParameterSpec
 from jaxinfer.nn.layers import Numerics
 from jaxinfer.nn.quantized import Quantized, QuantPair, QuantWeight, project_quantized
@@ -96,7 +97,7 @@ def test_a_checkpoint_is_quantized_when_it_is_loaded(kind, tmp_path, monkeypatch
     assert LEAST[kind] < error < MOST[kind]
 
 
-def test_an_embedding_is_quantized_on_request(tmp_path):
+def test_a_quantized_embedding_is_looked_up_and_is_a_tied_head(tmp_path):
     folder = write_checkpoint("tied", tmp_path)
     model, dense = running.load(folder)
     weights = quantize_weights(model, dense, "int8", with_embedding=True)
@@ -106,6 +107,18 @@ def test_an_embedding_is_quantized_on_request(tmp_path):
     assert isinstance(table, QuantArray)
     expected = running.all_logits(model, dense, IDS)
     assert 1e-4 < relative(running.all_logits(model, weights, IDS), expected) < 0.03
+
+
+@pytest.mark.parametrize("keep_packed", [False, True])
+def test_inputs_in_groups_of_different_sizes_are_refused_by_name(keep_packed, tmp_path):
+    folder, _ = write_quantized("gptq act-order", tmp_path)
+    stored = read_safetensors(folder / "model.safetensors")
+    tensors = {name: tensor.read().copy() for name, tensor in stored.items()}
+    layer = "model.layers.0.mlp.up_proj"
+    tensors[f"{layer}.g_idx"][:] = 0
+    write_safetensors(folder / "model.safetensors", tensors)
+    with pytest.raises(CheckpointError, match=f"quantized: {layer}: 64 inputs .* save the model"):
+        load_weights(open_checkpoint(folder), tiny_model(), keep_packed=keep_packed)
 
 
 def test_experts_are_quantized_matrix_by_matrix(monkeypatch):

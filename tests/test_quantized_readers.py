@@ -26,7 +26,7 @@ from tiny_checkpoints import write_checkpoint, write_safetensors
 from jaxinfer.loading import CheckpointError, open_checkpoint, splitting
 from jaxinfer.loading.assign import load_weights
 from jaxinfer.loading.checkpoint import StoredTensor
-from jaxinfer.loading.mxfp4 import dequantize_mxfp4, read_mxfp4
+from jaxinfer.loading.mxfp4 import read_mxfp4
 from jaxinfer.loading.packing import pack_parameter
 from jaxinfer.loading.quantized.gguf_blocks import BLOCKS, read_blocks
 from jaxinfer.loading.quantized.rows import QuantRows
@@ -109,7 +109,8 @@ def test_mxfp4_is_the_formats_table():
             (-1) ** (code // 8) * magnitudes[code % 8] * 2.0 ** (int(scales[e, out, group]) - 127)
         )
         expected[e, 32 * group + i, out] = value
-    np.testing.assert_array_equal(dequantize_mxfp4(blocks, scales), expected)
+    found = read_mxfp4(blocks, scales).dequantize(FLOAT32)
+    np.testing.assert_array_equal(found, expected)
     scales[0, 0, 0] = 255
     assert not read_mxfp4(blocks, scales).is_finite()
 
@@ -222,7 +223,7 @@ def test_matrices_stored_inputs_first_and_every_other_output():
     scales = np.full((2, 12, 3), 120, np.uint8)
     weight = spec(2, 96, 6)
     packed: Any = pack_parameter(weight, [read_mxfp4(blocks, scales)], every_other(1), weight.dims)
-    expected = dequantize_mxfp4(blocks, scales)[..., 1::2]
+    expected = read_mxfp4(blocks, scales).dequantize(FLOAT32)[..., 1::2]
     for e in range(2):
         np.testing.assert_array_equal(true_weight(packed[e]), expected[e])
 
@@ -345,7 +346,8 @@ def test_the_nearest_group_is_a_layers(first, second, expected):
         "q_scale": StoredTensor("q", (1,), "F32", 4, lambda _: np.ones(1)),
     }
     problems: list[str] = []
-    united = unite({f"{LAYER}.{n}": t for n, t in stored.items()}, config, problems)
+    stored = {f"{LAYER}.{n}": t for n, t in stored.items()}
+    united = unite(Path("x"), stored, config, problems)
     assert not problems
     assert {name: tensor.dtype for name, tensor in united.items()} == {f"{LAYER}.weight": expected}
 

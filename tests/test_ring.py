@@ -44,6 +44,12 @@ def test_memory_of_a_device_follows_its_own_tokens(found):
     assert of_ring[4] < found["bytes of twice the tokens"] < 2 * of_ring[4]
 
 
+def test_memory_of_a_whole_step_does_too(found):
+    """Nothing that all tokens come to is gathered, but for the logprobs of prompts: 0.3 MB here."""
+    of_step = {int(n): size for n, size in found["bytes of a step"].items()}
+    assert of_step[8] <= 1.1 * of_step[4]
+
+
 @pytest.mark.parametrize("count", [2, 3, 8])
 @pytest.mark.parametrize("num_tokens", [4096, 5000])
 def test_causal_work_of_a_long_prompt_is_balanced(count, num_tokens):

@@ -13,8 +13,9 @@ from jaxinfer.models import HF_FAMILIES
 from jaxinfer.models.functional import FunctionalModel
 from jaxinfer.nn.layers import Numerics
 from jaxinfer.options import ConfigError
-from jaxinfer.sharded_model import ShardedModel, layout_of, sharded_for
-from jaxinfer.sharding.mesh import STEP_AXES, MeshError, device_groups
+from jaxinfer.sharded_model import ShardedModel, check_overlap, layout_of, sharded_for
+from jaxinfer.sharding import products
+from jaxinfer.sharding.mesh import STEP_AXES, MeshError, device_groups, divisors
 from jaxinfer.sharding.rules import ONE_DEVICE, Layout
 
 
@@ -122,6 +123,11 @@ def test_layers_that_stages_do_not_divide_are_refused():
         sharded(model_of("llama", 6), pipe=4)
 
 
+@pytest.mark.parametrize("n", [1, 2, 36, 49, 50257])
+def test_divisors_are_all_that_leave_no_rest(n):
+    assert divisors(n) == [d for d in range(1, n + 1) if n % d == 0]
+
+
 def test_stages_that_differ_are_refused():
     windows = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 3}
     model = model_of("gemma2", 6, head_dim=8, vocab_size=144, **windows)
@@ -169,6 +175,26 @@ def test_pages_that_do_not_divide_are_refused_before_any_weight():
     config = EngineConfig(mesh=MeshConfig(seq=8), cache=CacheConfig(page_size=4))
     with pytest.raises(ConfigError, match=r"cache.page_size is 4, which mesh.seq 8 does not"):
         sharded_for(model_of("llama"), config)
+
+
+@pytest.mark.parametrize(
+    ("options", "platform", "words"),
+    [
+        ({"quantize": "int8"}, "cpu", "of int8 weights.*1024 tokens over 2.*has 512: set sched"),
+        ({}, "gpu", "on a GPU.*1024 tokens over 2.*has 512: set scheduler.max_tokens to 1024"),
+        ({"quantize": "int8", "batch_invariant": True}, "cpu", "never with batch_invariant"),
+        ({}, "cpu", None),
+        ({"quantize": "int8", "scheduler": {"max_tokens": 1024}}, "cpu", None),
+    ],
+)
+def test_an_overlap_of_nothing_is_refused(monkeypatch, options, platform, words):
+    monkeypatch.setattr(products, "platform", lambda: platform)
+    config = from_mapping({"mesh": {"tensor": 2, "overlap": True}, **options})
+    if words is None:
+        check_overlap(config, layout_of(config.mesh))
+    else:
+        with pytest.raises(MeshError, match=words):
+            check_overlap(config, layout_of(config.mesh))
 
 
 def test_overlap_is_refused_where_activations_are_quantized():

@@ -94,6 +94,8 @@ def test_rows_that_would_be_padding_go_to_shorter_texts():
         {"seed": 1},
         {"batch_invariant": True},
         {"check_every_step": True},
+        {"mesh": {"tensor": 4}},
+        {"mesh": {"all_reduce": "int8"}},
         {"scheduler": {"policy": "priority"}},
     ],
 )

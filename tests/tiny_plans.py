@@ -38,6 +38,16 @@ LLAMA = {
     "vocab_size": 512,
     "rms_norm_eps": 1e-5,
 }
+GPT2 = {
+    "model_type": "gpt2",
+    "n_layer": 2,
+    "n_embd": 64,
+    "n_head": 4,
+    "n_positions": 512,
+    "vocab_size": 512,
+    "layer_norm_epsilon": 1e-5,
+    "activation_function": "gelu_new",
+}
 EIGHT_LAYERS = LLAMA | {"num_hidden_layers": 8}
 MIXTRAL = LLAMA | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
 # `quantization_config`, and the recipe that it is planned by.

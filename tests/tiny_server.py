@@ -16,7 +16,7 @@ from tiny_checkpoints import TinyLlama, write_checkpoint
 from jaxinfer import Embedder, Engine
 from jaxinfer.config import from_mapping
 from jaxinfer.loading.checkpoint import GenerationDefaults
-from jaxinfer.model_loading import load_engine
+from jaxinfer.model_loading import load_model, need_engine
 from jaxinfer.options import merge
 from jaxinfer.replicas import replicas_of
 from jaxinfer.serving.config import LimitsConfig
@@ -45,8 +45,8 @@ def checkpoint() -> Path:
 def tiny_engine(options: Mapping[str, Any] | None = None) -> tuple[Engine, GenerationDefaults]:
     """A fresh engine; `options` over `OPTIONS`. Its first step compiles (seconds)."""
     config = from_mapping(merge(OPTIONS, options or {}))
-    loaded, generation = load_engine(checkpoint(), config, show_progress=False)
-    [engine] = replicas_of(loaded)
+    loaded, generation = load_model(checkpoint(), config, show_progress=False)
+    [engine] = replicas_of(need_engine(loaded))
     return engine, generation
 
 

@@ -19,7 +19,7 @@ from jaxinfer.request import Request
 SMALLEST_LENGTH = 16  # tokens: a query's; below it the weights are most of what is read anyway
 ROW_GROWTH = 8  # of one number of rows to the next: at most three programs a length by default
 # Options that change nothing here: `check_config` refuses them.
-_GENERATION_ALONE = ("cache", "seed", "batch_invariant", "check_every_step")
+_GENERATION_ALONE = ("cache", "seed", "batch_invariant", "check_every_step", "mesh")
 
 
 class Bucket(NamedTuple):
@@ -70,7 +70,8 @@ def check_config(config: EngineConfig) -> None:
         raise ConfigError(
             f"{', '.join(names)}: for models that generate, and this one is an encoder; leave them "
             "out (an encoder has dtype, max_len, overlap, min_bucket, bucket_growth, warm_up, "
-            "attention_backend, scheduler.max_tokens and scheduler.max_rows)"
+            "attention_backend, load_format, weights, quantize, scheduler.max_tokens and "
+            "scheduler.max_rows; it runs on one device)"
         )
 
 

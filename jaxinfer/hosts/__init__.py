@@ -12,7 +12,7 @@ to theirs (`follow`). What programs return is the same on every device, so proce
 of the devices: a plan would queue behind the step that they are computing, and whoever waits for a
 collective cannot notice that its partner is gone. Not the key-value store of `jax.distributed`
 either: it is jax's own, without a promise for others, and a call through it takes a server's turn.
-A plan of 2 kB reaches the other process's main thread in 0.1 ms (`tests/test_hosts_channel.py`).
+A plan of 2 kB reaches the other process's main thread well within a millisecond (docs/scaling.md).
 
 **Out of step.** Every process hashes what it calls its programs with; every `check_steps` steps the
 hashes are compared. All agree beforehand on versions, model, configuration and the number of pages.

@@ -16,8 +16,9 @@ class HostsConfig:
     coordinator: str | None = None  # HOST:PORT of process 0, as the others reach it
     num_processes: int | None = at_least(1, None)
     process_id: int | None = at_least(0, None)
-    channel_port: int | None = at_least(1, None, at_most=65535)  # None: the coordinator's + 1
-    channel_key_file: str | None = None  # a secret that all know; strangers cannot join with it
+    # None: the coordinator's + 1, or any free one where jax finds the processes.
+    channel_port: int | None = at_least(1, None, at_most=65535)
+    channel_key_file: str | None = None  # a secret that all know: who does not, cannot join
     join_timeout_s: float = at_least(0.1, 300.0)  # for all to be there
     silence_s: float = at_least(0.1, 10.0)  # of a process from which nothing comes: it is lost
     check_steps: int = at_least(1, 64)  # steps from one comparison of hashes to the next
@@ -29,6 +30,11 @@ class HostsConfig:
             problems.append(
                 "coordinator, num_processes and process_id go together: give all three, or none "
                 "where jax finds them out (a TPU pod, Slurm, MPI)"
+            )
+        elif self.coordinator is None and self.channel_key_file is not None:
+            problems.append(
+                "channel_key_file goes with coordinator: where jax finds the processes, a random "
+                "key is told through the devices"
             )
         elif not problems and self.coordinator is not None:
             problems += self._address_problems()

@@ -51,6 +51,9 @@ class Peers:
         """Around the call of a program with these arrays, which the others are to make too."""
         return contextlib.nullcontext()
 
+    def explain(self) -> None:
+        """After an error that may be of a lost process: `HostsError` if it is."""
+
     def stop(self) -> None:
         """Process 0 has no more calls to its engine."""
 
@@ -86,6 +89,10 @@ class _Joined(Peers):
 
     def on_lost(self, action: Callable[[str], None]) -> None:
         self.watch.on_lost = action
+
+    def explain(self) -> None:
+        self.watch.explain()
+        self.watch.check()
 
     def close(self) -> None:
         self._has_left = True

@@ -91,8 +91,8 @@ def _open_directory(path: Path, needs_weights: bool) -> Checkpoint:
     if not files or any(path.glob("*.safetensors")):
         # Its errors say what a directory needs.
         return open_huggingface(path, needs_weights=needs_weights)
-    others = [file.name for file in files if file not in shard_paths(files[0])]
-    if others:
+    shards = shard_paths(files[0])
+    if any(file not in shards for file in files):
         names = ", ".join(file.name for file in files)
         raise CheckpointError(f"{path}: holds several GGUF models ({names}); pass the file of one")
     return open_gguf(files[0])

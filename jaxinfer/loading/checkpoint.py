@@ -156,7 +156,6 @@ class GenerationDefaults:
 
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
-    pad_token_id: int | None = None
     do_sample: bool | None = None
     temperature: float | None = None
     top_k: int | None = None

@@ -7,7 +7,7 @@ warning, once for the checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from absl import logging
@@ -75,11 +75,9 @@ class _Sources:
         self.problems += [f"{key} is {item!r}, a token id is needed" for item in wrong]
         return () if wrong else tuple(dict.fromkeys(ids))
 
-    def token_id(self, key: str, *, absent: Sequence[int] = ()) -> int | None:
+    def token_id(self, key: str) -> int | None:
         value = self.read(key, (int,), "a token id")
-        if value is None or value in absent:
-            return None
-        if value < 0:
+        if value is not None and value < 0:
             self.problems.append(f"{key} is {value!r}, a token id is needed")
         return value
 
@@ -97,8 +95,6 @@ def generation_defaults(
     defaults = GenerationDefaults(
         eos_token_ids=sources.token_ids("eos_token_id"),
         bos_token_id=sources.token_id("bos_token_id"),
-        # -1 is how the first LLaMA configs say that there is none.
-        pad_token_id=sources.token_id("pad_token_id", absent=(-1,)),
         do_sample=sources.read("do_sample", (bool,), "true or false"),
         temperature=sources.read("temperature", *NUMBER),
         top_k=sources.read("top_k", *WHOLE),

@@ -8,7 +8,6 @@ that is the business of the weight table, not of this reader.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -30,6 +29,7 @@ from jaxinfer.loading.checkpoint import (
 from jaxinfer.loading.gguf_header import GgufHeader, TensorInfo, read_header
 from jaxinfer.loading.quantized.gguf_blocks import READERS, read_blocks
 from jaxinfer.loading.quantized.rows import QuantRows
+from jaxinfer.loading.shards import shard_set
 from jaxinfer.loading.tokenizers.gguf import build_tokenizer
 from jaxinfer.loading.tokenizers.gguf_vocabulary import VOCABULARY_KEYS, special_ids
 
@@ -43,8 +43,6 @@ QUANTIZED_TYPES = frozenset(
 # Elements dequantized at once. The formulas' temporaries are a few times that and should stay in
 # the cache: reading the demo model takes 0.4 s so, 0.9 s with four times as many (2 cores, 2026).
 CHUNK_ELEMENTS = 65_536
-MAX_SHARDS = 1_000
-_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
 def open_gguf(path: Path) -> Checkpoint:
@@ -86,13 +84,10 @@ def open_gguf(path: Path) -> Checkpoint:
 
 def shard_paths(path: Path) -> list[Path]:
     """The files of the model that `path` belongs to, in order: one, or all shards of its set."""
-    match = _SHARD.fullmatch(path.name)
-    if match is None:
+    shards = shard_set(path)
+    if shards is None:
         return [path]
-    count = int(match["count"])
-    if not 1 <= count <= MAX_SHARDS:
-        raise CheckpointError(f"{path}: claims {count} shards; 1 to {MAX_SHARDS} are possible")
-    names = [f"{match['stem']}-{number:05d}-of-{count:05d}.gguf" for number in range(1, count + 1)]
+    names = shards.names()
     missing = [name for name in names if not (path.parent / name).is_file()]
     if missing:
         raise CheckpointError.listing(path, [f"shard {name} is missing" for name in missing])
@@ -168,6 +163,4 @@ def _generation_defaults(path: Path, header: GgufHeader) -> GenerationDefaults:
             raise CheckpointError(f"{path}: {key} is {value!r}, a number is needed")
         numbers[field] = float(value) if float in kinds and value is not None else value
     ids = special_ids(path, metadata)
-    return GenerationDefaults(
-        eos_token_ids=ids.eos, bos_token_id=ids.bos, pad_token_id=ids.pad, **numbers
-    )
+    return GenerationDefaults(eos_token_ids=ids.eos, bos_token_id=ids.bos, **numbers)

@@ -10,7 +10,6 @@ of its own) and `adapter_*`. Pickled weights (`.bin`, `.pt`, `.pth`, `.ckpt`) ar
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -25,6 +24,7 @@ from jaxinfer.loading.checkpoint import (
 from jaxinfer.loading.generation import generation_defaults
 from jaxinfer.loading.quantized.scheme import unite
 from jaxinfer.loading.safetensors_header import read_safetensors
+from jaxinfer.loading.shards import shard_set
 from jaxinfer.loading.tokenizers.huggingface import build_tokenizer
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
@@ -33,7 +33,6 @@ WEIGHTS_FILE = "model.safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 INDEX_FILE = "model" + INDEX_SUFFIX
 PASSED_OVER = ("consolidated", "adapter_")
-_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
 
 
 def open_huggingface(
@@ -64,7 +63,7 @@ def open_huggingface(
         except CheckpointError as error:
             problems.append(str(error))
     if tensors and config.get("quantization_config"):
-        tensors = unite(tensors, config["quantization_config"], problems)
+        tensors = unite(directory, tensors, config["quantization_config"], problems)
     defaults = generation_defaults(directory, generation, config, problems)
     if problems:
         raise CheckpointError.listing(directory, problems)
@@ -108,7 +107,7 @@ def _chosen(directory: Path) -> tuple[Literal["index", "single", "numbered"], li
         return "single", [WEIGHTS_FILE]
     if len(indexes) == 1:
         return "index", indexes
-    if len(files) == 1 and not _SHARD.fullmatch(files[0]):
+    if len(files) == 1 and shard_set(directory / files[0]) is None:
         return "single", files
     if files:
         return "numbered", files
@@ -143,16 +142,13 @@ def _no_weights(names: Iterable[str]) -> str:
 
 def _read_numbered(directory: Path, files: list[str]) -> dict[str, StoredTensor]:
     """All tensors of one whole set of shards that comes without an index."""
-    matches = [_SHARD.fullmatch(name) for name in files]
-    sets = {(match["stem"], int(match["count"])) for match in matches if match}
-    if None in matches or len(sets) != 1:
+    shards, *others = {shard_set(directory / name) for name in files}
+    if shards is None or others:
         raise CheckpointError(
             f"holds {', '.join(files)}, but neither {WEIGHTS_FILE} nor {INDEX_FILE} says which of "
             f"them are the model; rename a single file to {WEIGHTS_FILE}, or fetch the index"
         )
-    [(stem, count)] = sets
-    names = [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-    problems = [f"shard {name} is missing" for name in names if name not in files]
+    problems = [f"shard {name} is missing" for name in shards.names() if name not in files]
     tensors: dict[str, StoredTensor] = {}
     for name in files:
         try:

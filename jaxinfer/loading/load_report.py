@@ -17,10 +17,6 @@ class LoadReport:
     def __init__(self):
         self._notes: dict[tuple[str, str], str] = {}  # of what became of which path: why
 
-    @property
-    def has_notes(self) -> bool:
-        return bool(self._notes)
-
     def add(self, what: str, path: str, why: str) -> None:
         self._notes[what, path] = why
 
@@ -32,7 +28,7 @@ class LoadReport:
 
     def log(self, model: FunctionalModel, weights: Weights) -> None:
         """As a warning where something is not as was asked for."""
-        say = logging.warning if self.has_notes else logging.info
+        say = logging.warning if self._notes else logging.info
         say("%s", self.line(model, weights))
 
     def line(self, model: FunctionalModel, weights: Weights) -> str:

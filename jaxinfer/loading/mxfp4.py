@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ml_dtypes
 import numpy as np
-from jaxtyping import Float, UInt8
+from jaxtyping import UInt8
 
 from jaxinfer.loading.quantized.rows import CHUNK_ELEMENTS, QuantRows
 
@@ -44,10 +44,3 @@ def read_mxfp4(
         by_rows[strip, ..., 1] = DOUBLED[pairs[strip] >> 4]
     turned = lambda a: a.reshape(E, out_dim, -1).swapaxes(-1, -2)
     return QuantRows(turned(values), turned(half_scales(scales)), None, 8, in_axis=-2)
-
-
-def dequantize_mxfp4(
-    blocks: UInt8[np.ndarray, "E out_dim groups 16"], scales: UInt8[np.ndarray, "E out_dim groups"]
-) -> Float[np.ndarray, "E in_dim out_dim"]:
-    """The experts' weights as the matrices of their products, float32."""
-    return read_mxfp4(blocks, scales).dequantize(np.dtype(np.float32))

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jaxinfer.kernels.quantized_matmul import QuantArray
 from jaxinfer.loading.checkpoint import CheckpointError, aligned_empty, is_aligned
-from jaxinfer.loading.targets import Repeats, Target
+from jaxinfer.loading.targets import Repeats, Target, product_axes
 from jaxinfer.models.functional import ParameterSpec
 from jaxinfer.nn.quantized import Quantized, QuantPair, QuantWeight
 
@@ -170,9 +170,7 @@ def specs_of(weight: Any, spec: ParameterSpec, split: PartitionSpec) -> Any:
     """
     if not isinstance(weight, Quantized):
         return split
-    axes = (*split, *[None] * (len(spec.shape) - len(split)))
-    if spec.packs == "table":
-        axes = (*axes[:-2], axes[-1], axes[-2])
+    axes = product_axes(spec, split)
     if isinstance(weight, QuantPair):
         half = spec.axes.index("half")
         axes = axes[:half] + axes[half + 1 :]
@@ -180,14 +178,14 @@ def specs_of(weight: Any, spec: ParameterSpec, split: PartitionSpec) -> Any:
     return _of_weight(weight, axes)
 
 
-def _of_weight(weight: QuantArray | QuantWeight, axes: tuple[Any, ...]) -> Any:
+def _of_weight(weight: QuantArray | QuantWeight, axes: list[tuple[str, ...]]) -> Any:
     if isinstance(weight, QuantArray):
         return jax.tree.map(lambda array: PartitionSpec(*axes), weight)
-    stage, unsplit = axes[:-2], (*axes[:-2], None)
+    stage = axes[:-2]
     return dataclasses.replace(
         weight,
         weight=_of_weight(weight.weight, axes),
-        order=None if weight.order is None else PartitionSpec(*unsplit),
+        order=None if weight.order is None else PartitionSpec(*stage, None),
         x_scale=None if weight.x_scale is None else PartitionSpec(*stage),
     )
 

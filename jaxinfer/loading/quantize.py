@@ -10,9 +10,7 @@ import jax
 import numpy as np
 
 from jaxinfer.kernels.quantized_matmul.quant_array import QuantArray, quantize
-from jaxinfer.loading.splitting import place_whole
-from jaxinfer.loading.targets import Target
-from jaxinfer.models.functional import FunctionalModel, ParameterSpec, Weights
+from jaxinfer.models.functional import ParameterSpec
 from jaxinfer.nn.quantized import Quantized, QuantPair, QuantWeight
 from jaxinfer.options import ConfigError
 
@@ -51,49 +49,27 @@ RECIPES: Mapping[str, Recipe] = {
 }
 
 
-def quantize_weights(
-    model: FunctionalModel, weights: Weights, kind: str, *, with_embedding: bool = False
-) -> Weights:
-    """The weights with every product's among them quantized by `RECIPES[kind]`.
-
-    Those are the matrices of linear layers, of gate and up, and of experts; norms, biases and what
-    is quantized already stay as they are, and so does the embedding, which a tied head shares,
-    unless `with_embedding`. Works on the host, one parameter at a time; results are on the default
-    device. Raises `ConfigError` for an unknown `kind`.
-    """
-    recipe = recipe_of(kind)
-    results = []
-    for spec, weight in zip(model.parameters, weights, strict=True):
-        is_dense = not isinstance(weight, Quantized)
-        if is_dense and can_quantize(spec, recipe, with_embedding=with_embedding):
-            quantized = quantize_parameter(spec, np.asarray(weight), recipe)
-            weight = place_whole(Target(spec, (spec,)), lambda _, q=quantized: q)
-        results.append(weight)
-    return tuple(results)
-
-
 def recipe_of(kind: str) -> Recipe:
+    """`ConfigError` for an unknown `kind`."""
     if kind not in RECIPES:
         raise ConfigError(f"quantize is {kind!r}; it must be one of {', '.join(RECIPES)}")
     return RECIPES[kind]
 
 
-def can_quantize(spec: ParameterSpec, recipe: Recipe, *, with_embedding: bool = False) -> bool:
-    """Whether a product takes the parameter quantized so."""
-    if spec.packs == "table":
-        return with_embedding
+def can_quantize(spec: ParameterSpec, recipe: Recipe) -> bool:
+    """Whether it is a matrix that its product takes quantized so: of linear layers, of gate and up,
+    and of experts. The embedding, which a tied head shares, stays as it is."""
     return spec.packs == "matrix" and (recipe.bits == 8 or spec.shape[-2] % 2 == 0)
 
 
 def quantize_parameter(spec: ParameterSpec, array: np.ndarray, recipe: Recipe) -> Quantized:
     """A parameter of `spec.shape`, in NumPy arrays, a chunk of columns of one matrix at a time."""
-    matrix = array.T if spec.packs == "table" else array
-    *lead, D, F = matrix.shape
+    *lead, D, F = array.shape
     group = recipe.group_size(D)
 
     def of_columns(item: tuple[int, ...], start: int) -> QuantArray:
         return quantize(
-            np.asarray(matrix[item][:, start : start + step]),
+            np.asarray(array[item][:, start : start + step]),
             recipe.bits,
             group,
             recipe.has_zeros,
@@ -110,10 +86,10 @@ def quantize_parameter(spec: ParameterSpec, array: np.ndarray, recipe: Recipe) -
                 whole = jax.tree.map(lambda a: np.empty((*lead, len(a), F), a.dtype), part)
             for target, source in zip(jax.tree.leaves(whole), jax.tree.leaves(part), strict=True):
                 target[item][:, start : start + step] = source
-    # A product of experts takes x as it is, and so does the lookup in a table.
-    if recipe.activation_dtype is None or spec.packs == "table":
+    if recipe.activation_dtype is None:
         return whole
     quantizes = lambda weight: QuantWeight(weight, activation_dtype=recipe.activation_dtype)
     if spec.axes[0] == "half":
         return QuantPair(quantizes(whole[0]), quantizes(whole[1]))
-    return quantizes(whole) if matrix.ndim == 2 else whole
+    # A product of experts takes x as it is.
+    return quantizes(whole) if array.ndim == 2 else whole

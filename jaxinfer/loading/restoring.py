@@ -25,7 +25,7 @@ from jaxinfer.loading.load_report import LoadReport
 from jaxinfer.loading.manifest import CONVERT_AGAIN, checked
 from jaxinfer.loading.placement import Piece, owned_bounds, place, tree_shardings
 from jaxinfer.loading.splitting import Unpackable, is_divided, place_whole
-from jaxinfer.loading.targets import Target
+from jaxinfer.loading.targets import Target, full_axes
 from jaxinfer.models.functional import FunctionalModel, ParameterSpec, Weights
 from jaxinfer.nn.quantized import Quantized, QuantPair, QuantWeight
 
@@ -80,14 +80,13 @@ def restore(
                 ) from error
             for target in group:
                 own = {s.path: trees.pop(s.path) for s in target.sources if s.path in trees}
-                weight = _placed(target, own, entries, keeps, report)
+                weight = _placed(directory, target, own, entries, keeps, report)
                 # Others were finite when they were converted.
                 if _may_be_infinite(target, parameters):
                     _check_finite(directory, target.spec, weight)
                 weights.append(weight)
                 on_progress(target.nbytes)
-    if report.has_notes:
-        report.log(model, tuple(weights))
+    report.log(model, tuple(weights))
     return tuple(weights)
 
 
@@ -123,10 +122,9 @@ def _stage_sharding(target: Target, stage: int) -> NamedSharding:
     """Of one source over the devices of its stage."""
     sharding = target.sharding
     assert sharding is not None
-    mesh, axes = sharding.mesh, list(sharding.spec)
-    axes += [None] * (len(target.spec.shape) - len(axes))
+    mesh, axes = sharding.mesh, full_axes(sharding.spec, len(target.spec.shape))
     if target.is_stacked:
-        [name] = (axes[0],) if isinstance(axes[0], str) else axes[0]
+        [name] = axes[0]
         at = mesh.axis_names.index(name)
         of_stage = np.moveaxis(np.asarray(mesh.devices), at, 0)[[stage]]
         devices = np.moveaxis(of_stage, 0, at)
@@ -135,7 +133,12 @@ def _stage_sharding(target: Target, stage: int) -> NamedSharding:
 
 
 def _placed(
-    target: Target, own: Mapping[str, Any], entries: Entries, keeps: bool, report: LoadReport
+    directory: Path,
+    target: Target,
+    own: Mapping[str, Any],
+    entries: Entries,
+    keeps: bool,
+    report: LoadReport,
 ) -> Any:
     """The parameter, of what was read of its sources."""
     first = target.sources[0]
@@ -154,7 +157,8 @@ def _placed(
     pieces = []
     for stage, source in enumerate(target.sources):
         read = lambda source=source: _dense_on_host(own[source.path], source)
-        pieces.append(Piece(source.path, (stage,) if target.is_stacked else (), read))
+        index = (stage,) if target.is_stacked else ()
+        pieces.append(Piece(f"{directory}: {source.path}", index, read))
     return place(target, pieces)
 
 

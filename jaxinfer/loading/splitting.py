@@ -4,8 +4,8 @@ them, each device with its own.
 A product whose inputs are split multiplies a part of a weight's rows on each device. So groups of
 rows that share a scale end where a part does, and so do the runs in which 4 bits are packed. Where
 they do not, groups are cut into smaller ones with the same scale, and bytes are packed anew: the
-numbers are the same. The scales of x, where it is quantized token by token, are each device's own,
-of the inputs that it has.
+numbers are the same. The scales of x, where it is quantized token by token, are of all its inputs,
+on whichever device (`nn/quantized.py`).
 """
 
 from __future__ import annotations

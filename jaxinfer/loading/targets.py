@@ -11,7 +11,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinfer.models.functional import FunctionalModel, ParameterSpec
 
@@ -75,10 +75,22 @@ class Target:
         """Into how many parts the inputs of its product are split."""
         if self.sharding is None or self.spec.packs is None:
             return 1
-        axes = (*self.sharding.spec, *[None] * (len(self.spec.shape) - len(self.sharding.spec)))
-        axis = axes[-1] if self.spec.packs == "table" else axes[-2]
-        names = (axis,) if isinstance(axis, str) else axis or ()
+        names = product_axes(self.spec, self.sharding.spec)[-2]
         return math.prod(self.sharding.mesh.shape[name] for name in names)
+
+
+def full_axes(split: PartitionSpec, ndim: int) -> list[tuple[str, ...]]:
+    """The axes of the mesh that split each of an array's `ndim` axes, also of those past `split`,
+    which are whole."""
+    named = (*split, *[None] * (ndim - len(split)))
+    return [(names,) if isinstance(names, str) else tuple(names or ()) for names in named]
+
+
+def product_axes(spec: ParameterSpec, split: PartitionSpec) -> list[tuple[str, ...]]:
+    """`full_axes` of the parameter as its product multiplies it, [..., inputs, outputs]: a table
+    has them the other way round."""
+    axes = full_axes(split, len(spec.shape))
+    return [*axes[:-2], axes[-1], axes[-2]] if spec.packs == "table" else axes
 
 
 def targets_of(model: FunctionalModel | ShardedModel) -> tuple[Target, ...]:

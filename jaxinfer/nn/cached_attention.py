@@ -22,14 +22,10 @@ def attend_to_cache(
     numerics: Numerics,
     *,
     rotary: Rotary | None = None,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    value_dim: int | None = None,
     **variant: Any,
 ) -> tuple[Float[Array, "T N values"], KVPages]:
     """Turn queries and keys to their positions, store keys and values in their pages, attend over
     each row's pages. `variant`: the other options of `kernels/paged_attention/update.py`."""
-    variant |= {"window": window, "soft_cap": soft_cap, "value_dim": value_dim}
     variant["backend"] = numerics.attention_backend
     if numerics.layout.axes("cell"):
         return attend_to_parts(

@@ -133,10 +133,14 @@ def _backends(part: PagePart | None, batch_invariant: bool) -> dict[str, Any]:
 
 
 def token_rows(T: int, q_start: Int[Array, " R1"]) -> Int[Array, " T"]:
-    """The row of every token; padding tokens get R."""
-    return jnp.searchsorted(
-        q_start[1:], jnp.arange(T, dtype=q_start.dtype), side="right", method="compare_all"
-    ).astype(jnp.int32)
+    """The row of every token of a step; padding tokens get R."""
+    return rows_at(jnp.arange(T, dtype=q_start.dtype), q_start)
+
+
+def rows_at(index: Int[Array, " T"], q_start: Int[Array, " R1"]) -> Int[Array, " T"]:
+    """The rows of tokens `index` of the step; R of those behind the last one."""
+    row = jnp.searchsorted(q_start[1:], index, side="right", method="compare_all")
+    return row.astype(jnp.int32)
 
 
 def _token_by_token(attend, q, q_start, kv_len, page_table, key_limit):

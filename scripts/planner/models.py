@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxinfer.loading import DEMO, Checkpoint, CheckpointError, open_checkpoint
 from jaxinfer.loading.assign import functional_model
+from jaxinfer.loading.checkpoint import MANIFEST_FILE, read_json_object
+from jaxinfer.loading.manifest import checked
 from jaxinfer.loading.quantized.scheme import unite
 from jaxinfer.models import HF_FAMILIES
 from jaxinfer.models.family import Family
+from jaxinfer.models.functional import FunctionalModel
 from jaxinfer.nn.layers import Numerics
+from jaxinfer.nn.quantized import Quantized, QuantPair, QuantWeight
 
 # Of GGUF files: up to so many bytes a weight are nearer to int4's 0.53 than to int8's 1.0.
 MOST_INT4_BYTES = 0.8
@@ -69,18 +74,21 @@ def find_model(name: str, tables: Mapping[str, Mapping[str, Any]]) -> Named:
     try:
         checkpoint = open_checkpoint(name, needs_weights=False)
         model = functional_model(checkpoint, Numerics())
+        stored = stored_as(checkpoint, model)
     except CheckpointError as error:
         raise ValueError(str(error)) from error
     if not hasattr(model.config, "cache"):
         raise ValueError(
             f"{name} is an encoder ({model.family.name}): plans are of models that generate"
         )
-    return Named(name, model.family, model.config, stored_as(checkpoint))
+    return Named(name, model.family, model.config, stored)
 
 
-def stored_as(checkpoint: Checkpoint) -> Stored | None:
-    """By the tensors of a .gguf file, else by config.json's `quantization_config`; None where
-    weights are plain numbers."""
+def stored_as(checkpoint: Checkpoint, model: FunctionalModel) -> Stored | None:
+    """By the parameters of a converted checkpoint, the tensors of a .gguf file, else by
+    config.json's `quantization_config`; None where weights are plain numbers."""
+    if checkpoint.restore is not None:
+        return _converted(checkpoint, model)
     if checkpoint.format == "gguf":
         packed = [tensor for tensor in checkpoint.tensors.values() if tensor.is_packable]
         if not packed:
@@ -92,7 +100,7 @@ def stored_as(checkpoint: Checkpoint) -> Stored | None:
     if not config:  # as the engine takes it
         return None
     problems: list[str] = []
-    unite({}, config, problems)
+    unite(checkpoint.path, {}, config, problems)
     if problems:
         return Stored("unread", None, "; ".join(problems))
     match config:
@@ -107,6 +115,28 @@ def stored_as(checkpoint: Checkpoint) -> Stored | None:
             return Stored("compressed-tensors", _recipe_of(next(iter(groups.values()))))
     method = config["quant_method"]
     return Stored(method, None, f"plans do not know how many bytes weights of {method} take")
+
+
+def _converted(checkpoint: Checkpoint, model: FunctionalModel) -> Stored | None:
+    """As its manifest has the parameters: what was converted may have been quantized otherwise.
+    The recipe is that of most weights."""
+    manifest = checkpoint.path / MANIFEST_FILE
+    num_weights, quantize_activations = Counter[str](), set[str]()
+    for spec, entry in checked(manifest, read_json_object(manifest)["parameters"], model):
+        if not isinstance(entry, Quantized):
+            continue
+        weight = entry.gate if isinstance(entry, QuantPair) else entry
+        is_w8a8 = False
+        if isinstance(weight, QuantWeight):
+            is_w8a8, weight = weight.activation_dtype is not None, weight.weight
+        kind = "int4" if weight.bits == 4 else "float8" if weight.is_float else "int8"
+        num_weights[kind] += math.prod(spec.shape)
+        if is_w8a8 and weight.bits == 8:
+            quantize_activations.add(kind)
+    if not num_weights:
+        return None
+    [(recipe, _)] = num_weights.most_common(1)
+    return Stored("converted", f"{recipe}_w8a8" if recipe in quantize_activations else recipe)
 
 
 def _recipe_of(group: Mapping[str, Any]) -> str:

@@ -8,8 +8,11 @@ from typing import Any
 
 from compile_matrix import Target, load_target
 
+from jaxinfer.admission import context_len
 from jaxinfer.config import EngineConfig, from_mapping, load_preset
 from jaxinfer.loading.quantize import RECIPES
+from jaxinfer.models.functional import FunctionalModel
+from jaxinfer.numerics import numerics_for
 from jaxinfer.options import merge, parse_overrides
 from jaxinfer.sharding.mesh import AXES
 from planner.models import Named
@@ -102,8 +105,8 @@ class Asked:
 
 
 def engine_config(model: Named, asked: Asked, platform: str = "tpu") -> EngineConfig:
-    """The preset, if one was given, then the flags that were; `ConfigError` too. `dtype` auto is
-    what the engine takes on that platform."""
+    """The preset, if one was given, then the flags that were; `ConfigError` too, as of the engine.
+    `dtype` auto is what it takes on that platform, and `max_len` None the model's."""
     overrides = parse_overrides(asked.overrides)
     _check(asked, overrides)
     keys = load_preset(asked.preset) if asked.preset else {}
@@ -128,7 +131,9 @@ def engine_config(model: Named, asked: Asked, platform: str = "tpu") -> EngineCo
     ):
         if n > most:
             raise ValueError(f"--{flag} ({ALSO_SET[flag]}) is {n:,}; plans take at most {most:,}")
-    return config
+    part = model.with_layers(1)  # lengths are those of the whole
+    of_part = FunctionalModel(part.family, part.config, numerics_for(config))
+    return dataclasses.replace(config, max_len=context_len(config.max_len, of_part))
 
 
 def _stored(model: Named, weights: str, platform: str, chosen: str | None) -> str | None:
@@ -142,18 +147,17 @@ def _stored(model: Named, weights: str, platform: str, chosen: str | None) -> st
         return None
     if chosen not in (None, stored.recipe):
         raise ValueError(
-            f"quantize is {chosen!r}, and {model.name} has weights of {stored.method}, which stay "
-            f"as they are (planned as {stored.recipe}): leave it out, or add "
-            "--set weights=dequantized"
+            f"quantize is {chosen!r}, and {model.name} has {stored.method} weights, which stay as "
+            f"they are (planned as {stored.recipe}): leave it out, or add --set weights=dequantized"
         )
     return stored.recipe
 
 
-def kinds_of(asked: Asked, config: EngineConfig, model: Named) -> Sequence[str | None]:
-    """The quantizations that a search tries: the one asked for, the one that the checkpoint has, or
-    all that differ in bytes."""
-    is_one = asked.quant is not None or "quantize" in parse_overrides(asked.overrides)
-    is_one |= model.stored is not None and config.quantize == model.stored.recipe
+def kinds_of(asked: Asked, config: EngineConfig) -> Sequence[str | None]:
+    """The quantizations that a search tries: the one asked for (with a flag or by the preset), the
+    one that the checkpoint has, or all that differ in bytes."""
+    is_one = config.quantize is not None or asked.quant is not None
+    is_one |= "quantize" in parse_overrides(asked.overrides)
     return (config.quantize,) if is_one else SEARCHED
 
 
@@ -198,6 +202,7 @@ def _length(model: Named, asked: Asked, keys: Mapping[str, Any]) -> dict[str, An
 
 def context_of(model: Named, config: EngineConfig, asked: Asked) -> int:
     """Tokens of a request that a plan is for."""
-    if "max_len" in parse_overrides(asked.overrides) and config.max_len is not None:
-        return min(config.max_len, model.config.max_len)
-    return asked.context or min(MOST, model.config.max_len, config.max_len or MOST)
+    length = config.max_len or model.config.max_len
+    if parse_overrides(asked.overrides).get("max_len") is not None:
+        return length
+    return asked.context or min(MOST, model.config.max_len, length)

@@ -14,9 +14,8 @@ from compile_steps import (
     FEW_PAGES,
     SHALLOW,
     StepProgram,
+    memory_by_layers,
     memory_of,
-    others_of,
-    plan_of,
 )
 from compile_target import Compiled
 from compile_text import first_reason, parse
@@ -76,25 +75,21 @@ def make_plan(program: StepProgram, context: int, *, is_whole: bool) -> Plan:
     largest = program.config.buckets[-1]
     part = program.with_layers(DEEP)
     try:
-        probe = _compile(part, largest, 1, "the largest step")
+        compiled = _compile(part, largest, 1, "the largest step")
     except jax.errors.JaxRuntimeError as error:
         return Plan(False, first_reason(error), part.num_layers, {})
-    others = others_of(part, probe.memory(), program)
     try:
-        pages = plan_of(program, others)
+        pages, memory = memory_by_layers(program, part, compiled.memory())
     except ConfigError as error:
         return _refused(program, str(error))
-    taken = {"arguments": program.weight_bytes + pages.cache_bytes, **others}
-    taken["arguments"] += taken.pop("other_state")
-    compiled, layers = probe, part.num_layers
+    layers = part.num_layers
     if is_whole:
         layers = program.num_layers
         try:
             compiled = _compile(program, largest, pages.num_pages, "the largest step")
         except jax.errors.JaxRuntimeError as error:
             return Plan(False, first_reason(error), layers, {})
-        taken = compiled.memory()
-    memory = memory_of(program, pages, taken)
+        memory = memory_of(program, pages, compiled.memory())
     reason = "" if memory["fits"] else _too_much(memory["total"], memory["limit"])
     rows = rows_at(program, pages, context)
     if not reason and rows == 0:

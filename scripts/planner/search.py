@@ -26,8 +26,8 @@ from planner.models import Named
 from planner.plans import Plan, decode_load, make_plan, rows_at
 from planner.roofline import Bound, Load, bound, link_seconds, tokens_on_a_device, work_of
 
-# Of a device's memory, for what a step takes beside weights and pages. Compiled presets took 1 to 4
-# percent (docs/scaling.md); the compiler has the last word.
+# Of a device's memory, for what a step takes beside weights and pages. Compiled presets took 0.2
+# (GPU) to 4 percent (TPU; docs/scaling.md); the compiler has the last word.
 RESERVE = 0.04
 
 
@@ -92,7 +92,8 @@ def by_arithmetic(chip: Chip, model: Named, config: EngineConfig, context: int) 
     """None where not one request of `context` tokens fits. Raises `MeshError` where the model does
     not divide, `ConfigError` where not one page fits.
 
-    Two stages' worth of layers are built, the last ones, and the others taken to be as these.
+    One layer a stage is built, and two, the last ones of each; the others are taken to be as the
+    second.
     """
     stages, num_layers = config.mesh.pipe, model.config.num_layers
     if num_layers % stages:

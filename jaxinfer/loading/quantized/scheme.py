@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from jaxinfer.loading.checkpoint import StoredTensor
+from jaxinfer.loading.checkpoint import CheckpointError, StoredTensor
 from jaxinfer.loading.quantized import compressed_method, methods
 from jaxinfer.loading.quantized.methods import Method
 from jaxinfer.loading.quantized.rows import QuantRows
@@ -44,13 +45,14 @@ WAYS_OUT = (
 
 
 def unite(
-    tensors: Mapping[str, StoredTensor], config: Any, problems: list[str]
+    directory: Path, tensors: Mapping[str, StoredTensor], config: Any, problems: list[str]
 ) -> dict[str, StoredTensor]:
     """The tensors, those of each quantized layer as one; `config` is the `quantization_config`.
 
     Of the methods of several groups a layer gets the nearest (`Method.rank`) that has all of its
     tensors there.
-    What is refused, missing or misshapen is appended to `problems`.
+    What is refused, missing or misshapen is appended to `problems`; what only their numbers show
+    is a `CheckpointError` when they are read.
     """
     if not isinstance(config, Mapping):
         problems.append(f"quantization_config is a JSON {type(config).__name__}, not an object")
@@ -72,7 +74,7 @@ def unite(
         return dict(tensors)
     united = {n: t for n, t in tensors.items() if not n.endswith(CACHE_SCALES)}
     for layer, method in _methods_of_layers(tensors, found).items():
-        _unite_layer(method, layer, united, problems)
+        _unite_layer(directory, method, layer, united, problems)
     return united
 
 
@@ -95,7 +97,11 @@ def _methods_of_layers(
 
 
 def _unite_layer(
-    method: Method, layer: str, tensors: dict[str, StoredTensor], problems: list[str]
+    directory: Path,
+    method: Method,
+    layer: str,
+    tensors: dict[str, StoredTensor],
+    problems: list[str],
 ) -> None:
     """Replace a layer's tensors by one."""
     suffixes = (*method.required, *method.optional)
@@ -115,7 +121,7 @@ def _unite_layer(
         problems.append(f"{layer}: its tensors are malformed ({error!r})")
         return
     name = layer + method.united
-    read = partial(_read, method, there)
+    read = partial(_read, f"{directory}: {layer}", method, there)
     tensors[name] = StoredTensor(
         name,
         shape,
@@ -126,5 +132,9 @@ def _unite_layer(
     )
 
 
-def _read(method: Method, parts: Mapping[str, StoredTensor]) -> QuantRows:
-    return method.read({suffix: part.read() for suffix, part in parts.items()})
+def _read(where: str, method: Method, parts: Mapping[str, StoredTensor]) -> QuantRows:
+    arrays = {suffix: part.read() for suffix, part in parts.items()}
+    try:
+        return method.read(arrays)
+    except ValueError as error:
+        raise CheckpointError(f"{where}: {error}; {WAYS_OUT}") from error
