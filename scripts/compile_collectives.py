@@ -16,9 +16,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from compile_text import Instruction, Module, array_bytes, trip_count
+import numpy as np
+from compile_text import Instruction, Module, array_bytes, is_launch, trip_count
 
 KINDS = (
     "all-gather",
@@ -32,20 +33,21 @@ KINDS = (
 # Whose asynchronous start gives (operands, results, ...): an all-reduce's gives its results alone.
 GIVES_OPERANDS = tuple(kind for kind in KINDS if kind != "all-reduce")
 # Of one layer under tensor parallelism: a sum after attention and one after the MLP, each whole or
-# in two halves (Megatron-LM, arXiv:1909.08053, section 3). Where neither waits for the other (a
-# parallel block) XLA sends both in one (seen for v5e and H100, jax 0.10.2).
+# in two halves (Megatron-LM, arXiv:1909.08053, section 3). In a parallel block, where neither waits
+# for the other, XLA sends both in one (seen for v5e and H100, jax 0.10.2).
 LAYER_FORMS: tuple[Mapping[str, float], ...] = (
     {"all-reduce": 2},
     {"reduce-scatter": 2, "all-gather": 2},
-    {"all-reduce": 1},
 )
 
-_LISTED = re.compile(r"replica_groups=\{\{([0-9,]+)\}")
-_IOTA = re.compile(r"replica_groups=\[([0-9,]+)\]<=\[")
+_LISTED = re.compile(r"replica_groups=\{((?:\{[0-9,]+\},?)+)\}")
+_IOTA = re.compile(r"replica_groups=\[([0-9,]+)\]<=\[([0-9,]+)\](?:T\(([0-9,]+)\))?")
 _MESH = re.compile(r"replica_groups=@?mesh\[([^\]]*)\][^{]*\{([^}]*)\}")
 _AXIS_SIZE = re.compile(r"'([^']+)'=(\d+)")
-_AXIS_NAMED = re.compile(r"'([^']+)'(?::\(\d+\)(\d+))?")  # 'a', or its part 'a':(pre-size)size
+_AXIS_NAMED = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")  # 'a', or its part 'a':(pre-size)size
 _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)+)\}")
+
+Groups = tuple[tuple[int, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +59,7 @@ class Collective:
     group_size: int  # devices that take part in one of its groups
     times: int = 1  # it runs in one run of the program
     op_name: str = ""  # where in the traced program it comes from, as `jit(_step)/block_1/...`
+    groups: Groups = ()  # of devices, by their places in the mesh; a permutation's are its cycles
 
     @property
     def link_bytes(self) -> int:
@@ -80,8 +83,39 @@ def find(module: Module) -> list[Collective]:
 def collectives(module: Module) -> dict[str, dict[str, int]]:
     """By kind, in one run of the program: how many, the bytes of their results on one device, and
     the bytes that a device sends."""
+    return _by_kind(find(module))
+
+
+def of_layer(module: Module, layer: int) -> dict[str, dict[str, int]]:
+    """`collectives` of one layer: of the instructions that carry its name."""
+    return _by_kind(one for one in find(module) if f"block_{layer}/" in one.op_name)
+
+
+def permutes_without_work(module: Module, layer: int) -> int:
+    """How many of a layer's collective-permutes have nothing launched between their start and
+    their end, or have but one instruction for both: the device waits for the link."""
+    return sum(
+        not _has_work(computation, place)
+        for computation in module.computations.values()
+        for place, one in enumerate(computation)
+        if one.opcode in ("collective-permute", "collective-permute-start")
+        and f"block_{layer}/" in one.op_name
+    )
+
+
+def _has_work(computation: Sequence[Instruction], place: int) -> bool:
+    end = re.compile(rf"%?{re.escape(computation[place].name)}\b(?![.\-])")
+    has_work = False
+    for later in computation[place + 1 :]:
+        if later.opcode == "collective-permute-done" and end.search(later.rest):
+            return has_work
+        has_work |= is_launch(later)
+    return False
+
+
+def _by_kind(found: Iterable[Collective]) -> dict[str, dict[str, int]]:
     totals: dict[str, dict[str, int]] = {}
-    for one in find(module):
+    for one in found:
         entry = totals.setdefault(one.kind, {"count": 0, "bytes": 0, "link_bytes": 0})
         entry["count"] += one.times
         entry["bytes"] += one.times * one.bytes
@@ -107,11 +141,13 @@ def per_layer(shallow: Module, deep: Module, num_layers: int) -> dict[str, dict[
     return added
 
 
-def layer_problems(added: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Why a layer's collectives, as `per_layer` found them, are not the two sums of tensor
-    parallelism; empty if they are."""
+def layer_problems(
+    added: Mapping[str, Mapping[str, float]], *, is_parallel: bool = False
+) -> list[str]:
+    """Why a layer's collectives, as `per_layer` or `of_layer` found them, are not the two sums of
+    tensor parallelism, or of a parallel block one of both; empty if they are."""
     counts = {kind: entry["count"] for kind, entry in added.items()}
-    if counts in LAYER_FORMS:
+    if counts in LAYER_FORMS or (is_parallel and counts == {"all-reduce": 1}):
         return []
     found = ", ".join(f"{counts[kind]:g} {kind}" for kind in sorted(counts)) or "none"
     return [f"a layer adds the collectives {found}; tensor parallelism takes 2 all-reduce"]
@@ -122,8 +158,9 @@ def _found(module: Module, computation: str, times: int) -> Iterator[Collective]
         kind = instruction.opcode.removesuffix("-start")
         if kind in KINDS:
             size = _result_bytes(instruction, kind)
-            group = _group_size(instruction, module.num_devices)
-            yield Collective(kind, size, group, times, instruction.op_name)
+            groups = _groups(instruction, module.num_devices)
+            name = instruction.op_name
+            yield Collective(kind, size, len(groups[0]), times, name, groups)
             continue  # its own computation adds two numbers
         turns = trip_count(instruction) if instruction.opcode == "while" else None
         for name in _called(instruction):
@@ -156,28 +193,54 @@ def elements(type_text: str) -> list[str]:
     return [part.strip() for part in parts if part.strip()]
 
 
-def _group_size(instruction: Instruction, num_devices: int) -> int:
+def groups_over(sizes: Mapping[str, int], parts: Iterable[tuple[str, int, int]]) -> Groups:
+    """The devices of a mesh, its last axis varying fastest, that differ along `parts` of its axes
+    alone: (axis, pre-size, size), the whole axis being (axis, 1, its size)."""
+    axes, places = list(sizes), []
+    for axis, before, size in parts:
+        inner = math.prod(sizes[other] for other in axes[axes.index(axis) + 1 :])
+        places.append((inner * sizes[axis] // (before * size), size))
+    groups: dict[int, list[int]] = {}
+    for device in range(math.prod(sizes.values())):
+        along = sum(device // stride % size * stride for stride, size in places)
+        groups.setdefault(device - along, []).append(device)
+    return tuple(map(tuple, groups.values()))
+
+
+def _groups(instruction: Instruction, num_devices: int) -> Groups:
     """From `{{0,1},{2,3}}`, from `[2,4]<=[8]` (groups by devices of each) with or without a
     transposition, from a mesh's axes, or of all devices if no group is named. Of a permute: the
     devices of its pairs."""
     text = instruction.rest
     if pairs := _PAIRS.search(text):
-        return _cycle(dict(re.findall(r"(\d+),(\d+)", pairs.group(1))))
+        found = re.findall(r"(\d+),(\d+)", pairs.group(1))
+        return _cycles({int(source): int(target) for source, target in found})
     if listed := _LISTED.search(text):
-        return len(listed.group(1).split(","))
+        return tuple(map(_numbers, re.findall(r"\{([0-9,]+)\}", listed.group(0))))
     if iota := _IOTA.search(text):
-        return int(iota.group(1).split(",")[-1])
+        shape, dims, order = map(_numbers, iota.groups(default=""))
+        devices = np.arange(math.prod(dims)).reshape(dims).transpose(order or range(len(dims)))
+        return tuple(map(tuple, devices.reshape(-1, shape[-1]).tolist()))
     if mesh := _MESH.search(text):
-        sizes = dict(_AXIS_SIZE.findall(mesh.group(1)))
+        sizes = {axis: int(size) for axis, size in _AXIS_SIZE.findall(mesh.group(1))}
         named = _AXIS_NAMED.findall(mesh.group(2))
-        return math.prod(int(part or sizes[axis]) for axis, part in named)
-    return num_devices
+        return groups_over(sizes, [(a, int(b or 1), int(n or sizes[a])) for a, b, n in named])
+    return (tuple(range(num_devices)),)
 
 
-def _cycle(goes_to: Mapping[str, str]) -> int:
-    """Of a permutation: the devices on the way of the first until it is back, or ends."""
-    start = device = next(iter(goes_to))
-    seen = {start}
-    while (device := goes_to.get(device, start)) not in seen:
-        seen.add(device)
-    return len(seen)
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in text.split(",") if n)
+
+
+def _cycles(goes_to: Mapping[int, int]) -> Groups:
+    """Of a permutation: from each device the way until it is back, or ends. Ways that end begin
+    where nothing comes in."""
+    cycles, seen = [], set()
+    for start in [*(goes_to.keys() - set(goes_to.values())), *goes_to]:
+        device, way = start, []
+        while device is not None and device not in seen:
+            seen.add(device)
+            way.append(device)
+            device = goes_to.get(device)
+        cycles += [tuple(way)] if way else []
+    return tuple(cycles)

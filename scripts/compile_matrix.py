@@ -114,7 +114,7 @@ class Job:
     target: str  # with its topology where that matters, as "v5e:4x4"
     kind: str  # "kernel", "step" or "structure"
     name: str  # of the operator, the preset or the structure
-    values: dict[str, Any]  # kernel: backend, case; step: model, is_whole; structure: nothing
+    values: dict[str, Any]  # kernel: backend, case; step: `check_step`'s; structure: nothing
 
     @property
     def id(self) -> str:
@@ -161,6 +161,8 @@ def load_matrix(path: Path = MATRIX) -> dict[str, Any]:
                 load_target(target)
             except ValueError as error:
                 problems.append(f"presets.{name}: {error}")
+    for name, mesh in matrix.get("meshes", {}).items():
+        known("preset", [mesh["preset"]], f"meshes.{name}", matrix["presets"])
     if problems:
         raise ValueError(f"{path.name}: " + "; ".join(problems))
     return matrix
@@ -200,7 +202,14 @@ def jobs_for(
             for place in entry["targets"]:
                 if place.partition(":")[0] == name:
                     values = {"model": entry["model"], "is_whole": place in entry["whole"]}
+                    if "most_gb" in entry:
+                        values["most_bytes"] = entry["most_gb"] * 1e9
                     jobs.append(Job(place, "step", preset, values))
+        for mesh, entry in matrix.get("meshes", {}).items():
+            if entry["preset"] in presets and entry["target"].partition(":")[0] == name:
+                values = {"preset": entry["preset"], "overrides": entry["set"], "is_whole": False}
+                values["model"] = matrix["presets"][entry["preset"]]["model"]
+                jobs.append(Job(entry["target"], "step", f"{entry['preset']} {mesh}", values))
         if name in STRUCTURE_TARGETS:
             jobs += [Job(name, "structure", structure, {}) for structure in structures]
         jobs += [

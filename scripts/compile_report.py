@@ -46,6 +46,7 @@ def problems(row: Row, budgets: Budgets) -> list[str]:
                 f"{name} a layer: {count:g}, recorded {budget.get(name, 0):g}"
                 for name, count in row["per_layer"].items()
                 if count > budget.get(name, 0)
+                or (name.startswith("collectives") and count != budget.get(name, 0))
             ]
     return found + row.get("collective_problems", [])
 

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from compile_collectives import collectives, layer_problems, per_layer
+from compile_collectives import (
+    collectives,
+    layer_problems,
+    of_layer,
+    per_layer,
+    permutes_without_work,
+)
 from compile_target import Chip, Compiled
 from compile_text import first_reason, launches, layer_kernels, parse
 from compile_weights import abstract_weights
@@ -89,15 +96,24 @@ class StepProgram:
         return _num_operators(step.step.trace(*jax.tree.map(bare, arguments), **static).jaxpr.jaxpr)
 
 
-def check_step(chip: Chip, preset: str, model: Named, *, is_whole: bool) -> dict[str, Any]:
-    """Compile a preset's largest step, and in part its decode step; what they take and launch.
+def check_step(
+    chip: Chip,
+    preset: str,
+    model: Named,
+    *,
+    is_whole: bool,
+    overrides: Sequence[str] = (),
+    most_bytes: float | None = None,
+) -> dict[str, Any]:
+    """Compile a preset's largest step, and in part its decode step; what they take and launch. It
+    fits where it takes no more than the chip has, or `most_bytes`.
 
     A few layers tell the temporaries of the largest step and the pages that fit
     (`memory_by_layers`). With `is_whole` the whole model's largest step is then compiled with all
     those pages: the compiler itself says whether it fits. Of the decode step, one token a row, a
     few layers are compiled, which tell the launches and the collectives a layer.
     """
-    config = load_config(preset)
+    config = load_config(preset, overrides)
     if config.dtype == "auto":
         raise ValueError(f"configs/{preset}.toml: state dtype, so that it is the same everywhere")
     whole = StepProgram(chip, model, config)
@@ -112,7 +128,16 @@ def check_step(chip: Chip, preset: str, model: Named, *, is_whole: bool) -> dict
         except jax.errors.JaxRuntimeError as error:  # what else was found is worth having
             return found | {"status": "refused", "reason": first_reason(error)}
         memory = memory_of(whole, plan, compiles[-1].memory())
+    if most_bytes is not None:
+        memory |= {"limit": int(most_bytes), "fits": memory["total"] <= most_bytes}
     module = parse(compiles[-1].text)
+    crossing = of_layer(module, SHOWN_LAYER)
+    found["per_layer"]["collectives_of_largest"] = sum(kind["count"] for kind in crossing.values())
+    found["per_layer"]["permutes_without_work"] = permutes_without_work(module, SHOWN_LAYER)
+    found["collective_problems"] += [
+        f"{problem} (of {config.buckets[-1]} tokens)"
+        for problem in _collective_problems(whole, crossing)
+    ]
     return found | {
         "seconds": found["seconds"] + sum(c.seconds for c in compiles),
         "cpu_seconds": found["cpu_seconds"] + sum(c.cpu_seconds for c in compiles),
@@ -176,12 +201,15 @@ def launches_per_layer(whole: StepProgram) -> dict[str, Any]:
 
 
 def _collective_problems(whole: StepProgram, crossing: dict[str, Any]) -> list[str]:
-    """Of a layer without experts whose heads are split and whose tokens are not: anything but two
-    sums. What others need beside is in their budgets."""
+    """Of a layer without experts whose heads are split and whose tokens are not, and whose sums are
+    made at once and exactly: anything but two of them. What others need is in their budgets."""
     layout = whole.model.layout
-    is_split = layout.parts("heads") > 1 and layout.size("seq") == 1
+    is_plain = layout.all_reduce == "exact" and not layout.overlaps and layout.size("seq") == 1
     has_experts = any("experts" in spec.axes for spec in whole.model.parameters)
-    return layer_problems(crossing) if is_split and not has_experts else []
+    if layout.parts("heads") == 1 or not is_plain or has_experts:
+        return []
+    is_parallel = getattr(whole.named.config, "residual", "") == "parallel"
+    return layer_problems(crossing, is_parallel=is_parallel)
 
 
 def memory_by_layers(

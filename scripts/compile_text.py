@@ -169,7 +169,7 @@ def _of_instruction(module: Module, instruction: Instruction) -> Launches:
     if opcode in ("call", "call-start", "async-start"):
         name = instruction.called("to_apply") or instruction.called("calls")
         return launches(module, name) if name else Launches()
-    return Launches(straight=1) if _is_launch(instruction) else Launches()
+    return Launches(straight=1) if is_launch(instruction) else Launches()
 
 
 def trip_count(loop: Instruction) -> int | None:
@@ -178,7 +178,7 @@ def trip_count(loop: Instruction) -> int | None:
     return int(known.group(1)) if known else None
 
 
-def _is_launch(instruction: Instruction) -> bool:
+def is_launch(instruction: Instruction) -> bool:
     opcode = instruction.opcode
     if opcode in FREE or opcode.endswith(("-done", "-update")):
         return False
@@ -196,7 +196,7 @@ def layer_kernels(module: Module, layer: int) -> list[dict[str, object]]:
     for instruction in module.computations[module.entry]:
         if f"block_{layer}/" not in instruction.op_name:
             continue
-        if instruction.opcode == "while" or _is_launch(instruction):
+        if instruction.opcode == "while" or is_launch(instruction):
             inside = Counter(i.opcode for i in _inside(module, instruction))
             for name in (*FREE, "broadcast", "convert", "copy", "reshape", "slice", "compare"):
                 inside.pop(name, None)

@@ -47,9 +47,9 @@ class Worker:
         """What a job found."""
         chip = self.chip(job.target)
         if job.kind == "step":
-            name = job.values["model"]
-            model = from_table(name, self.matrix["models"][name])
-            return check_step(chip, job.name, model, is_whole=job.values["is_whole"])
+            values = dict(job.values)
+            name, preset = values.pop("model"), values.pop("preset", job.name)
+            return check_step(chip, preset, from_table(name, self.matrix["models"][name]), **values)
         if job.kind == "structure":
             return check_structure(chip, self.matrix["structures"][job.name])
         case = self.cases(job.name)[job.values["case"]]

@@ -34,7 +34,6 @@ os.environ.update({name: value for name, value in ENVIRONMENT.items() if value i
 os.environ.pop("TRITON_INTERPRET", None)
 
 import jax
-from compile_steps import StepProgram
 from compile_target import Chip
 from compile_text import first_reason
 from planner.models import Named, find_model
@@ -47,7 +46,7 @@ from planner.options import (
     quantization,
     target_of,
 )
-from planner.plans import make_plan
+from planner.plans import make_plan, step_program
 from planner.report import as_json, as_text, search_json, search_text
 from planner.search import search
 
@@ -181,7 +180,7 @@ def run(chip: Chip, model: Named, config: EngineConfig) -> tuple[str, Any, bool]
         found = search(chip, model, config, kinds, context, COMPILED.value)
         fits = any(not candidate.is_refused for candidate in found)
         return search_text(chip, model, context, found), search_json(found), fits
-    program = StepProgram(chip, model, config)
+    program = step_program(chip, model, config)
     plan = make_plan(program, context, is_whole=WHOLE.value)
     return as_text(program, context, plan), as_json(program, context, plan), plan.fits
 

@@ -203,6 +203,8 @@ class _Server:
 
     def _on_trouble(self, reason: str) -> None:
         """In the watchdog's thread: the event loop may be stuck, so the stacks are dumped here."""
+        if self._death is not None:  # told already: what died has ended its thread since
+            return
         _dump_stacks(reason)
         self._end_at_last()
         with contextlib.suppress(RuntimeError):  # the event loop is closed: the end is near

@@ -22,6 +22,7 @@ from jaxinfer.config import from_mapping
 from jaxinfer.hosts import HostsConfig, HostsError, Peers, follow, join
 from jaxinfer.hosts.following import wait_for_process_0
 from jaxinfer.hosts.messages import Op
+from jaxinfer.sharding import zigzag
 
 NUM_PROMPTS = 5
 
@@ -71,7 +72,8 @@ def compare_tokens(peers: Peers, folder: str, meshes: list[dict[str, int]]) -> L
             peers.stop()
         llm = LLM(folder, config_for(mesh), show_progress=False, peers=peers)
         if peers.is_leader:
-            found = {"mesh": mesh, "tokens": tokens_of(llm)}
+            split = zigzag.TokenSplit.of(runner_of(llm).model.layout, llm.engine.config.buckets[-1])
+            found = {"mesh": mesh, "tokens": tokens_of(llm), "ring": split.count}
             say({**found, "preemptions": llm.engine.stats.num_preemptions})
         elif mesh is not meshes[-1]:
             follow(runner_of(llm), peers)
@@ -154,6 +156,7 @@ def run_sums(peers: Peers, num_steps: int, fault: str) -> None:
 
 def main(job: dict[str, Any]) -> None:
     jax.config.update("jax_num_cpu_devices", 4)
+    zigzag.MAX_TOGETHER = 4  # else steps of 16 tokens would not be cut: no ring
     config = HostsConfig(**job["hosts"])
     peers = join(dataclasses.replace(config, check_steps=8, join_timeout_s=60.0))
     try:

@@ -14,6 +14,7 @@ import jax
 import mesh_bench
 
 from jaxinfer.nn import experts
+from jaxinfer.sharding import ring, zigzag
 
 
 def parsed(text: str) -> dict[str, int]:
@@ -21,11 +22,25 @@ def parsed(text: str) -> dict[str, int]:
     return {axis: int(size) for axis, size in pairs}
 
 
+class Passes:
+    """How often the programs made so far pass something on round the ring."""
+
+    def __init__(self):
+        self.count = 0
+        self._pass_on = ring.pass_on
+        ring.pass_on = self
+
+    def __call__(self, x: Any, split: zigzag.TokenSplit) -> Any:
+        self.count += 1
+        return self._pass_on(x, split)
+
+
 def main(family: str, texts: list[str]) -> None:
     jax.config.update("jax_num_cpu_devices", mesh_bench.NUM_DEVICES)
+    zigzag.MAX_TOGETHER = 4  # else steps of 16 tokens would not be cut: no ring
     if family == mesh_bench.SENDS:
         experts.is_sent = lambda T, k, e, t, row_bytes: e > 1
-    work = mesh_bench.requests()
+    work, passes = mesh_bench.requests(), Passes()
     alone: dict[int, Any] = {}
     found = {}
     for mesh in map(parsed, texts):
@@ -35,12 +50,14 @@ def main(family: str, texts: list[str]) -> None:
 
         def outcome(mesh: dict[str, int], model=model, weights=weights) -> dict[str, Any]:
             engine = mesh_bench.engine_for(model, weights, mesh_bench.config_for(mesh))
+            passed_before = passes.count
             tokens = mesh_bench.run(engine, work)
             stats = engine.stats
             return {
                 "tokens": tokens,
                 "preemptions": stats.num_preemptions,
                 "shared": stats.num_shared,
+                "passes": passes.count - passed_before,
             }
 
         start = time.perf_counter()

@@ -99,23 +99,46 @@ def test_a_collective_is_read_as_xla_writes_it(line, expected):
     assert (found.times, found.op_name) == (1, "jit(f)/block_1/psum")
 
 
+ALL = (tuple(range(8)),)
+HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
+
+
 @pytest.mark.parametrize(
-    ("groups", "size"),
+    ("text", "groups"),
     [
-        ("replica_groups={{0,1},{2,3},{4,5},{6,7}}", 2),
-        ("replica_groups=[2,4]<=[8]", 4),
-        ("replica_groups=[4,2]<=[2,4]T(1,0)", 2),
-        ("replica_groups=[1,8]<=[8]", 8),
-        ("replica_groups=mesh['a'=2,'b'=4] {'b'}", 4),
-        ("replica_groups=mesh['a'=2,'b'=4] {'a','b'}", 8),
-        ("replica_groups=mesh['a'=2,'b'=8] {'b':(2)4}", 4),
-        ("replica_groups={}", 8),
-        ("channel_id=1", 8),
+        ("replica_groups={{0,1},{2,3},{4,5},{6,7}}", ((0, 1), (2, 3), (4, 5), (6, 7))),
+        ("replica_groups=[2,4]<=[8]", HALVES),
+        ("replica_groups=[4,2]<=[2,4]T(1,0)", ((0, 4), (1, 5), (2, 6), (3, 7))),
+        ("replica_groups=[2,4]<=[2,2,2]T(0,2,1)", ((0, 2, 1, 3), (4, 6, 5, 7))),
+        ("replica_groups=[1,8]<=[8]", ALL),
+        ("replica_groups=mesh['a'=2,'b'=4] {'b'}", HALVES),
+        ("replica_groups=mesh['a'=2,'b'=4] {'a'}", ((0, 4), (1, 5), (2, 6), (3, 7))),
+        ("replica_groups=mesh['a'=2,'b'=4] {'a','b'}", ALL),
+        ("replica_groups=mesh['b'=8] {'b':(2)4}", HALVES),
+        ("replica_groups=mesh['b'=8] {'b':(1)2}", ((0, 4), (1, 5), (2, 6), (3, 7))),
+        ("replica_groups=mesh['b'=8,'c'=2] {'b':(4)2}", tuple((4 * i + j, 4 * i + j + 2)
+                                                              for i in range(4) for j in (0, 1))),
+        ("replica_groups={}", ALL),
+        ("channel_id=1", ALL),
+    ],
+)  # fmt: skip
+def test_groups_are_read_from_every_form(text, groups):
+    [found] = counts.find(module(f"%r = f32[8]{{0}} all-reduce(%a), {text}, to_apply=%add"))
+    assert (found.groups, found.group_size) == (groups, len(groups[0]))
+
+
+@pytest.mark.parametrize(
+    ("pairs", "groups"),
+    [
+        ("{0,1},{1,2},{2,3},{3,0},{4,5},{5,6},{6,7},{7,4}", HALVES),
+        ("{0,2},{2,0},{1,3},{3,1}", ((0, 2), (1, 3))),
+        ("{2,4},{0,2},{4,6}", ((0, 2, 4, 6),)),  # ends, and is not listed in order
     ],
 )
-def test_the_size_of_a_group_is_read_from_every_form(groups, size):
-    [found] = counts.find(module(f"%r = f32[8]{{0}} all-reduce(%a), {groups}, to_apply=%add"))
-    assert found.group_size == size
+def test_of_a_permutation_groups_are_the_ways_that_it_takes(pairs, groups):
+    line = f"%r = f32[8]{{0}} collective-permute(%a), source_target_pairs={{{pairs}}}"
+    [found] = counts.find(module(line))
+    assert found.groups == groups
 
 
 def test_the_end_of_an_asynchronous_pair_is_not_counted_again():
@@ -166,7 +189,38 @@ def test_what_a_step_does_once_is_no_layers():
 def test_a_layer_may_make_its_sums_in_two_halves_or_both_at_once():
     halves = {kind: {"count": 2.0} for kind in ("reduce-scatter", "all-gather")}
     assert counts.layer_problems(halves) == []
-    assert counts.layer_problems({"all-reduce": {"count": 1.0}}) == []
+    one = {"all-reduce": {"count": 1.0}}
+    assert counts.layer_problems(one) and not counts.layer_problems(one, is_parallel=True)
+
+
+def test_a_layers_collectives_are_those_that_carry_its_name():
+    found = module(
+        f"%r = f32[8]{{0}} all-reduce(%a), {GROUPS}, {NAME}",
+        f"%s = f32[8]{{0}} all-reduce(%r), {GROUPS}",
+    )
+    assert counts.of_layer(found, 1) == {"all-reduce": {"count": 1, "bytes": 32, "link_bytes": 48}}
+    assert counts.of_layer(found, 2) == {}
+
+
+def test_a_permute_needs_work_between_its_start_and_its_end():
+    both = "(f32[8]{0}, f32[8]{0})"
+    start = lambda i: f"%p.{i} = {both} collective-permute-start(%a), {PAIRS}, {NAME}"
+    work = "%w = f32[8]{0} fusion(%a), kind=kLoop, calls=%add"
+    end = lambda i: f"%d.{i} = f32[8]{{0}} collective-permute-done(%p.{i})"
+    hidden = [start(1), start(11), work, end(11), end(1)]
+    bare = [start(2), end(2), work]
+    at_once = f"%q = f32[8]{{0}} collective-permute(%a), {PAIRS}, {NAME}"
+    assert counts.permutes_without_work(module(*hidden), 1) == 0
+    assert counts.permutes_without_work(module(*bare), 1) == 1
+    assert counts.permutes_without_work(module(*bare, *hidden, at_once), 1) == 2
+    assert counts.permutes_without_work(module(*bare), 2) == 0
+
+
+def test_the_gate_wants_as_many_collectives_as_recorded_no_fewer():
+    report: Any = importlib.import_module("compile_report")
+    row = {"id": "p", "status": "compiled", "per_layer": {"launches": 8, "collectives": 1.0}}
+    [problem] = report.problems(row, {"p": {"launches": 9, "collectives": 2.0}})
+    assert problem == "collectives a layer: 1, recorded 2"
 
 
 @pytest.mark.parametrize(

@@ -68,8 +68,9 @@ def test_a_matrix_that_names_what_is_not_there_is_refused_as_a_whole(tmp_path):
     path.write_text(
         '[models]\n[presets.p]\nmodel = "nobody"\ntargets = ["h100", "h900"]\nwhole = []\n'
         '[presets.q]\nmodel = "noone"\ntargets = []\nwhole = ["v5e"]\n'
+        '[meshes.m]\npreset = "r"\ntarget = "h100:4"\nset = []\n'
     )
-    with pytest.raises(ValueError, match=r"'nobody'.*'h900'.*'noone'.*'v5e'"):
+    with pytest.raises(ValueError, match=r"'nobody'.*'h900'.*'noone'.*'v5e'.*meshes.m: no.*'r'"):
         load_matrix(path)
 
 
@@ -92,7 +93,8 @@ def case(**fields: Any) -> Any:
 
 def test_jobs_are_the_cases_on_the_chips_that_their_backends_are_for_and_steps_come_first():
     steps = {"model": "m", "targets": ["h100", "h100:2x8", "v5p:2x2x4"], "whole": ["h100:2x8"]}
-    matrix = {"presets": {"p": steps}}
+    ring = {"preset": "p", "target": "h100:4", "set": ["mesh.seq=4"]}
+    matrix = {"presets": {"p": steps}, "meshes": {"ring": ring}}
     cases = {
         "o": {
             "all": case(),
@@ -103,6 +105,7 @@ def test_jobs_are_the_cases_on_the_chips_that_their_backends_are_for_and_steps_c
     assert [job.id for job in jobs_for(matrix, ["h100", "v5e", "a100"], cases, ["p"], ["s"])] == [
         "h100 p",
         "h100:2x8 p",
+        "h100:4 p ring",
         "h100 structure s",
         "h100 o/gpu all",
         "h100 o/xla plain",

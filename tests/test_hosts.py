@@ -22,7 +22,12 @@ from jaxinfer import LLM
 
 SCRIPT = Path(host_process.__file__)
 MODEL = TinyLlama(hidden_size=64, intermediate_size=128, num_heads=8, num_kv_heads=2)
-MESHES = [{"tensor": 8}, {"expert": 2, "tensor": 4}, {"pipe": 2, "tensor": 4}]
+MESHES = [
+    {"tensor": 8},
+    {"expert": 2, "tensor": 4},
+    {"pipe": 2, "tensor": 4},
+    {"seq": 4, "tensor": 2},
+]
 LOST_S = 5.0  # from a death to the others' ends
 STARTED_S = 300.0  # on a busy machine
 
@@ -127,6 +132,7 @@ def test_two_processes_make_the_tokens_of_one(tokens, folder):
     for mesh in MESHES:
         assert found[str(mesh)]["tokens"] == expected, mesh
         assert found[str(mesh)]["preemptions"] > 0
+        assert found[str(mesh)]["ring"] == mesh.get("seq", 1), mesh
 
 
 def test_a_mesh_that_leaves_devices_out_and_what_differs_is_refused_by_both(tokens):

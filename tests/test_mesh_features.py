@@ -9,6 +9,7 @@ import mesh_features_child
 import numpy as np
 import pytest
 from child_process import findings
+from mesh_bench import VOCAB_SIZE
 from mesh_features_child import FEATURES, Feature
 
 pytestmark = [pytest.mark.long, pytest.mark.once]
@@ -48,7 +49,7 @@ def test_the_feature_is_there(found, name):
         assert run["num_quantized"] == found[name]["one"]["num_quantized"]
         assert run["cache"] == feature.options.get("cache", {}).get("dtype", "float32")
         parts = 1 if "whole" in mesh else mesh.get("expert", 1) * mesh.get("tensor", 1)
-        assert run["rows_of_table"] == mesh_features_child.VOCAB_SIZE // parts
+        assert run["rows_of_table"] == VOCAB_SIZE // parts
 
 
 def test_bits_do_not_depend_on_the_batch_where_that_is_asked_for(found):

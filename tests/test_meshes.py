@@ -61,9 +61,11 @@ def test_tokens_do_not_depend_on_the_mesh(family, half, request):
         if run["mesh"]["tokens"] != run["alone"]["tokens"]
     }
     assert not wrong
-    for run in found.values():  # else less is tested than is said
+    for text, run in found.items():  # else less is tested than is said
         assert run["alone"]["preemptions"] and run["alone"]["shared"] and run["mesh"]["shared"]
-    assert any(run["mesh"]["preemptions"] for run in found.values())
+        assert bool(run["mesh"]["passes"]) == ("seq" in text), f"{text}: round the ring"
+        # A replica has as many pages as one device, and fewer requests: they may all fit.
+        assert run["mesh"]["preemptions"] or "data" in text, text
 
 
 def test_all_meshes_of_eight_devices_are_35_and_20():

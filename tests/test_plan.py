@@ -165,6 +165,8 @@ def test_a_plan_has_the_compilers_memory_and_the_sums_of_all_layers(monkeypatch,
     text = report.as_text(step, 128, plan)
     assert "tensor=4" in text and "all 8 layers compiled" in text and "17 all-reduce" in text
     assert "as many as requests can fill, 512 tokens" in text and "replica" not in text
+    links = plan.decode.bound.links * 1e3
+    assert f"max(weights + cache, products), and about {links:,.3f} ms of links; most" in text
     said = capsys.readouterr().err
     assert said.count("compiling the largest step of tiny, 8 layers, 32 tokens (tensor=4") == 1
     assert said.count("compiling the decode step") == 2
@@ -227,6 +229,33 @@ def test_weights_that_are_too_much_alone_are_refused_with_the_way_out(monkeypatc
     assert "17.74G" in plans.make_plan(step, 8192, is_whole=True).reason
 
 
+@pytest.mark.parametrize(
+    ("changes", "way"),
+    [
+        ({}, "try --mesh=tensor=8, --quant"),
+        ({"num_attention_heads": 4}, "try --mesh=pipe=2,tensor=4, --quant"),
+        ({"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3},
+         "try --mesh=data=2,pipe=4, --quant"),
+        ({"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3,
+          "num_hidden_layers": 3}, "try --quant=int8 or int4, --search for what"),
+    ],
+)  # fmt: skip
+def test_the_way_out_is_a_mesh_that_the_model_divides_by(monkeypatch, changes, way):
+    assert report.way_out(program(monkeypatch, "v5e:2x4", LLAMA | changes)).startswith(way)
+
+
+def test_an_overlap_of_nothing_is_refused_as_by_the_engine_on_that_chip(monkeypatch):
+    model = models.from_table("tiny", LLAMA)
+    asked = options.Asked(mesh="tensor=4", context=128, overrides=["mesh.overlap=true"])
+    config = options.engine_config(model, asked)
+    place = chip(monkeypatch, "v5e:2x2")
+    assert plans.step_program(place, model, config).model.layout.overlaps
+    place.devices = [dataclasses.replace(d, platform="gpu") for d in place.devices]
+    for refused, more in ((plans.step_program, ()), (search_module.by_arithmetic, (128,))):
+        with pytest.raises(MeshError, match=r"on a GPU .* steps of 2048 tokens over 4 devices"):
+            refused(place, model, config, *more)
+
+
 def test_pages_say_what_their_number_comes_from(monkeypatch, compiler):
     step = program(monkeypatch, "v5e:2x2", EIGHT_LAYERS, mesh="tensor=4")
     small(step, step.weight_bytes + 2 * KIB + 6 * step.page_bytes)
@@ -267,6 +296,7 @@ def test_the_search_lists_what_fits_by_devices_and_then_by_speed(listed):
     assert (1, "int8") in kinds and (1, None) not in kinds and (2, None) in kinds
     assert all(c.config.mesh.expert == 1 for c in found), "it has no experts"
     assert all(c.weight_bytes < 700 * KIB for c in found)
+    assert all((c.decode.links > 0) == (c.num_devices > 1) for c in found), "seq sends too"
     exact = compile_steps.StepProgram(place, model, found[-1].config)
     assert found[-1].weight_bytes == exact.weight_bytes
 
@@ -309,6 +339,7 @@ def test_a_plan_for_two_cpu_devices_from_end_to_end(tmp_path):
 
 WRONG = {
     "--set=attention_backend=hopper": "'hopper', which takes steps with prefill chunks alone",
+    "--flagfile={overlapped}": "mesh.overlap is true, but products of int8 weights are made in",
     "--flagfile={declined}": "no backend of rope_and_write took the call: tpu: Mosaic",
     "--mesh=tensr=16": "--mesh has 'tensr=16'",
     "--compiled=0": "--compiled=0",
@@ -327,10 +358,13 @@ def test_the_script_answers_what_is_wrong_in_a_line_and_leaves_with_2(tmp_path):
     places = {"encoder": bert, "large": LLAMA | {"vocab_size": 10**16}}
     for name, keys in places.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(keys))
-    paths = {name: tmp_path / f"{name}.json" for name in (*places, "tiny", "declined")}
+    given = ("tiny", "declined", "overlapped")
+    paths = {name: tmp_path / f"{name}.json" for name in (*places, *given)}
     paths["tiny"].write_text(json.dumps(LLAMA))
     declined = f"--model={paths['tiny']}\n--set=attention_backend=tpu\n--set=dtype=float16\n"
     paths["declined"].write_text(declined)
+    overlapped = "--nosearch\n--mesh=tensor=2\n--quant=int8\n--chunk=64\n--set=mesh.overlap=true\n"
+    paths["overlapped"].write_text(f"--model={paths['tiny']}\n{overlapped}")
     flags = [flag.format(**paths) for flag in WRONG]
     for (code, said), flag, reason in zip(answers_to(flags), flags, WRONG.values(), strict=True):
         lines = [line for line in said.splitlines() if line.startswith("plan: ")]

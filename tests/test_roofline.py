@@ -10,6 +10,8 @@ from tiny_plans import LLAMA, MIXTRAL, chip, compile_matrix, program
 
 roofline: Any = importlib.import_module("planner.roofline")
 collectives: Any = importlib.import_module("compile_collectives")
+plans: Any = importlib.import_module("planner.plans")
+search: Any = importlib.import_module("planner.search")
 Collective, Load, Work = collectives.Collective, roofline.Load, roofline.Work
 load_target = compile_matrix.load_target
 
@@ -35,32 +37,63 @@ def test_a_number_type_that_a_chip_has_no_units_for_runs_at_the_wider_ones_rate(
     ("target", "sizes", "collective", "seconds"),
     [
         # A ring of 8 over NVLink: 2 * 7/8 of a megabyte at 450 GB/s.
-        ("h100:8", {"tensor": 8}, ("all-reduce", 8), 1.75 * MB / 450e9),
+        ("h100:8", {"tensor": 8}, ("all-reduce", "tensor"), 1.75 * MB / 450e9),
         # Inside each of two hosts as before; of the other host's sums an eighth a GPU, at 50 GB/s.
-        ("h100:2x8", {"tensor": 16}, ("all-reduce", 16), 1.75 * MB / 450e9 + MB / 8 / 50e9),
+        ("h100:2x8", {"tensor": 16}, ("all-reduce", "tensor"), 1.75 * MB / 450e9 + MB / 8 / 50e9),
         # 8 devices of one host, though there are two hosts.
-        ("h100:2x8", {"pipe": 2, "tensor": 8}, ("all-reduce", 8), 1.75 * MB / 450e9),
-        ("h100:2x8", {"pipe": 2, "tensor": 8}, ("collective-permute", 2), MB / 50e9),
+        ("h100:2x8", {"pipe": 2, "tensor": 8}, ("all-reduce", "tensor"), 1.75 * MB / 450e9),
+        ("h100:2x8", {"pipe": 2, "tensor": 8}, ("collective-permute", "pipe"), MB / 50e9),
+        # As many stages as devices share a layer: sums of a host's, and of one of each host.
+        ("h100:8x8", {"pipe": 8, "tensor": 8}, ("all-reduce", "tensor"), 1.75 * MB / 450e9),
+        ("h100:8x8", {"pipe": 8, "tensor": 8}, ("all-reduce", "pipe"), 1.75 * MB / 50e9),
+        # Of three groups the second lies on both hosts.
+        ("h100:2x6", {"pipe": 3, "tensor": 4}, ("all-reduce", "tensor"),
+         MB / 450e9 + MB / 2 / 50e9),
+        # Stages of one host's; a ring of sixteen, of whose hand-overs two are between hosts.
+        ("h100:2x8", {"pipe": 8}, ("collective-permute", "pipe"), MB / 450e9),
+        ("h100:2x8", {"seq": 16}, ("collective-permute", "seq"), MB / 50e9),
         # 7/8 inside; of the other host's half, an eighth a GPU.
-        ("h100:2x8", {"tensor": 16}, ("all-gather", 16), 0.875 * MB / 450e9 + MB / 16 / 50e9),
-        ("h100:2x8", {"expert": 16}, ("all-to-all", 16), 0.875 * MB / 450e9 + MB / 2 / 50e9),
+        ("h100:2x8", {"tensor": 16}, ("all-gather", "tensor"), 0.875 * MB / 450e9 + MB / 16 / 50e9),
+        ("h100:2x8", {"expert": 16}, ("all-to-all", "expert"), 0.875 * MB / 450e9 + MB / 2 / 50e9),
         # The result is a sixteenth: 7 of 8 eighths inside, then one sixteenth over the network.
-        ("h100:2x8", {"tensor": 16}, ("reduce-scatter", 16), 14 * MB / 450e9 + MB / 50e9),
+        ("h100:2x8", {"tensor": 16}, ("reduce-scatter", "tensor"), 14 * MB / 450e9 + MB / 50e9),
         # Four links of 50 GB/s a chip; in a square of 2 x 2 only two of them lead anywhere.
-        ("v5e:4x4", {"tensor": 16}, ("all-reduce", 16), 1.875 * MB / 200e9),
-        ("v5e:2x2", {"tensor": 4}, ("all-reduce", 4), 1.5 * MB / 100e9),
+        ("v5e:4x4", {"tensor": 16}, ("all-reduce", "tensor"), 1.875 * MB / 200e9),
+        ("v5e:2x2", {"tensor": 4}, ("all-reduce", "tensor"), 1.5 * MB / 100e9),
         # Two links of 100 GB/s a chip, which its two devices share.
-        ("tpu7x:2x2x1", {"tensor": 8}, ("all-reduce", 8), 1.75 * MB / 100e9),
+        ("tpu7x:2x2x1", {"tensor": 8}, ("all-reduce", "tensor"), 1.75 * MB / 100e9),
     ],
-)
+)  # fmt: skip
 def test_a_collective_goes_at_the_rate_of_the_links_that_it_takes(
     target, sizes, collective, seconds
 ):
-    kind, group_size = collective
-    found = roofline.link_seconds(
-        [Collective(kind, MB, group_size, times=3)], load_target(target), sizes
-    )
-    assert found == pytest.approx(3 * seconds, rel=1e-5)
+    kind, axis = collective
+    groups = collectives.groups_over(sizes, [(axis, 1, sizes[axis])])
+    one = Collective(kind, MB, sizes[axis], times=3, groups=groups)
+    assert roofline.link_seconds([one], load_target(target)) == pytest.approx(3 * seconds, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("groups", "rate"),
+    [("[8,8]<=[64]", 450e9), ("[8,8]<=[8,8]T(1,0)", 50e9)],
+)
+def test_the_devices_of_a_group_are_those_that_the_program_names(monkeypatch, groups, rate):
+    """Eight of one host, and one of each of eight hosts."""
+    step = program(monkeypatch, "h100:8x8", LLAMA | {"num_hidden_layers": 8}, mesh=MESH)
+    text = TEXT.format(groups=groups)
+    traffic = plans.traffic_of(step, text)
+    assert traffic.by_kind["all-reduce"]["link_bytes"] == 2 * MB * 7 // 8
+    assert traffic.seconds == pytest.approx(1.75 * MB / rate, rel=1e-5)
+
+
+MESH = "pipe=8,tensor=8"
+TEXT = """HloModule jit_step, is_scheduled=true, num_partitions=64
+
+ENTRY %main (x: s8[1000000]) -> s8[1000000] {{
+  %x = s8[1000000]{{0}} parameter(0)
+  ROOT %r = s8[1000000]{{0}} all-reduce(%x), replica_groups={groups}, to_apply=%a
+}}
+"""
 
 
 def test_what_queries_see_and_rows_read_ends_at_a_window():
@@ -145,3 +178,35 @@ def test_products_run_in_the_type_of_their_activations(monkeypatch, quant, kinds
 def test_the_rate_of_a_slice_counts_the_links_that_a_chip_has_in_it(monkeypatch):
     assert roofline.slice_rate(chip(monkeypatch, "v5p:2x2x4").target) == 400e9
     assert roofline.slice_rate(chip(monkeypatch, "v5e").target) == 50e9
+
+
+def added(step: Any, rows: int) -> list[tuple[str, int, int, int]]:
+    load = Load(rows=rows, new=1, context=128)
+    return [(c.kind, c.bytes, c.group_size, c.times) for c in search.layer_sums(step, load)]
+
+
+def test_the_layers_of_a_stage_sum_twice_and_hand_on_once(monkeypatch):
+    step = program(monkeypatch, "v5e:2x4", LLAMA, mesh="pipe=2,tensor=4")
+    size = 4 * 64 * 2  # 4 rows of 64 numbers
+    assert added(step, 4) == [("all-reduce", size, 4, 2 * 2), ("collective-permute", size, 2, 1)]
+    assert added(program(monkeypatch, "v5e", LLAMA), 4) == []
+
+
+def test_devices_of_a_sequence_merge_what_their_parts_of_it_give(monkeypatch):
+    """A layer's 4 rows x 4 heads of float32: 8 values each in one sum, a maximum and a weight."""
+    step = program(monkeypatch, "v5e:2x4", LLAMA, mesh="seq=4,tensor=2")
+    heads = 4 * 4 * 4
+    sums, *merged = added(step, 4)
+    assert sums == ("all-reduce", 4 * 64 * 2, 2, 8)
+    assert merged == [("all-reduce", heads * 8, 4, 4), ("all-reduce", heads, 4, 8)]
+
+
+def test_many_rows_go_round_a_ring(monkeypatch):
+    """Of 512 a device has 128: keys and values to 3 others, queries to all and what they gather."""
+    step = program(monkeypatch, "v5e:2x2", LLAMA, mesh="seq=4", rows=512, chunk=512)
+    heads = 128 * 8
+    assert added(step, 512) == [
+        ("collective-permute", 128 * 2 * (4 * 8) * 2, 4, 3 * 4),
+        ("collective-permute", heads * 8 * 2, 4, 4 * 4),
+        ("collective-permute", heads * (8 + 1) * 4, 4, 5 * 4),
+    ]

@@ -17,11 +17,14 @@ from compile_steps import (
     memory_by_layers,
     memory_of,
 )
-from compile_target import Compiled
+from compile_target import Chip, Compiled
 from compile_text import first_reason, parse
 
+from jaxinfer.config import EngineConfig
 from jaxinfer.memory import MemoryPlan
 from jaxinfer.options import ConfigError
+from jaxinfer.sharded_model import check_overlap, layout_of
+from planner.models import Named
 from planner.options import show_mesh
 from planner.roofline import Bound, Load, Work, bound, link_seconds, work_of
 
@@ -64,6 +67,13 @@ class Plan:
     rows: int = 0  # requests at the context, at once
     decode: StepFigures | None = None
     prefill: StepFigures | None = None
+
+
+def step_program(chip: Chip, model: Named, config: EngineConfig) -> StepProgram:
+    """What is planned; `MeshError` also for options that the engine would refuse on that chip."""
+    with chip.in_use():
+        check_overlap(config, layout_of(config.mesh))
+    return StepProgram(chip, model, config)
 
 
 def make_plan(program: StepProgram, context: int, *, is_whole: bool) -> Plan:
@@ -190,8 +200,7 @@ def figures(program: StepProgram, load: Load, traffic: Traffic, tokens: float) -
 def traffic_of(program: StepProgram, text: str) -> Traffic:
     """Of a compiled step as it stands."""
     module = parse(text)
-    sizes = program.config.mesh.sizes
-    return Traffic(collectives(module), link_seconds(find(module), program.chip.target, sizes))
+    return Traffic(collectives(module), link_seconds(find(module), program.chip.target))
 
 
 def _traffic(program: StepProgram, bucket: int, name: str) -> Traffic:

@@ -15,7 +15,7 @@ from planner.models import Named
 from planner.options import show_mesh
 from planner.plans import Plan, StepFigures, gigabytes
 from planner.roofline import flop_rate
-from planner.search import Candidate
+from planner.search import Candidate, largest_mesh
 
 
 def as_json(program: StepProgram, context: int, plan: Plan) -> dict[str, Any]:
@@ -75,8 +75,8 @@ def way_out(program: StepProgram) -> str:
     """What to try with a plan that does not fit."""
     config, num_devices = program.config, program.chip.target.num_devices
     ways = []
-    if config.mesh.num_devices < num_devices:
-        ways.append(f"--mesh=tensor={num_devices}")
+    if config.mesh.num_devices < num_devices and (mesh := largest_mesh(program)) is not None:
+        ways.append(f"--mesh={show_mesh(mesh.sizes)}")
     if config.quantize is None:
         ways.append("--quant=int8 or int4")
     if num_devices > 1:
@@ -122,12 +122,14 @@ def _step(step: StepFigures, target: Target, replicas: int) -> list[str]:
         f"{totals['link_bytes'] / 1e6:,.2f} MB sent"
         for kind, totals in step.traffic.by_kind.items()
     ]
-    speed = f"at most {step.tokens_per_second:,.0f} tokens/s"
+    least_ms, links_ms = (least.seconds - least.links) * 1e3, least.links * 1e3
+    and_links = f", and about {links_ms:,.3f} ms of links" if least.links else ""
+    at_most = "about" if least.links else "at most"  # links count branches that do not run
+    speed = f"{at_most} {step.tokens_per_second:,.0f} tokens/s"
     if replicas > 1:
         speed += f" of {replicas} replicas together ({step.tokens_per_second_a_replica:,.0f} each)"
-    terms = "max(weights + cache, products) + links"
-    total = f"at least {least.seconds * 1e3:,.3f} ms = {terms}, most of it {least.limit}; {speed}"
-    return [*lines, f"  {total}"]
+    total = f"at least {least_ms:,.3f} ms = max(weights + cache, products){and_links}"
+    return [*lines, f"  {total}; most of it {least.limit}; {speed}"]
 
 
 def _term(name: str, amount: str, rate: str, seconds: float) -> str:

@@ -14,7 +14,8 @@ each weight of a product and token (of the head, and row), and 2 (H + H_v) for e
 token and token seen. Collectives are those of the compiled step.
 
 It is a bound, not a forecast: activations, launches, and the latency of each collective are left
-out, and nothing is said to overlap with links.
+out, and nothing is said to overlap with links. Of a conditional, links are of all branches, also of
+those that do not run (a prompt's log-probabilities, say): "about", where the rest is "at least".
 """
 
 from __future__ import annotations
@@ -160,29 +161,30 @@ def _number_type(weight: Any, program: StepProgram) -> str:
     return str(first.activation_dtype) if is_quantized else program.model.model.numerics.dtype.name
 
 
-def link_seconds(
-    collectives: Iterable[Collective], target: Target, sizes: Mapping[str, int]
-) -> float:
-    """Of all collectives of a step, one after another; `sizes` are the mesh's."""
-    return sum(c.times * _seconds(c, target, sizes) for c in collectives)
+def link_seconds(collectives: Iterable[Collective], target: Target) -> float:
+    """Of all collectives of a step, one after another."""
+    return sum(c.times * _seconds(c, target) for c in collectives)
 
 
-def _seconds(collective: Collective, target: Target, sizes: Mapping[str, int]) -> float:
+def _seconds(collective: Collective, target: Target) -> float:
     """One collective at the best: on a TPU over all links that a chip has in its slice; between
-    GPUs of a host over NVLink; over hosts each GPU's adapter carries its share of what must cross.
+    GPUs of a host over NVLink; over hosts each GPU's adapter carries its share of what must cross,
+    and of a permutation, for the GPU whose neighbour is on another host, all.
     """
     if target.platform != "gpu":
         return collective.link_bytes / slice_rate(target)
-    hosts = hosts_of_a_group(collective.kind, collective.group_size, target, sizes)
+    hosts = hosts_of_a_group(collective, target)
     if hosts == 1:
         return collective.link_bytes / target.link_rate
     assert target.network_rate is not None
+    if collective.kind == "collective-permute":
+        return collective.link_bytes / target.network_rate
     inside = collective.group_size // hosts
     one = dataclasses.replace(collective, group_size=inside).link_bytes if inside > 1 else 0
     across = dataclasses.replace(collective, group_size=hosts).link_bytes
     if collective.kind == "reduce-scatter":  # its result is a part of what a host's devices hold
         one, across = one * hosts, across * inside
-    if collective.kind not in ("all-to-all", "ragged-all-to-all", "collective-permute"):
+    if collective.kind not in ("all-to-all", "ragged-all-to-all"):
         across /= inside
     return one / target.link_rate + across / target.network_rate
 
@@ -196,15 +198,8 @@ def slice_rate(target: Target) -> float:
     return target.link_rate * links / target.devices_per_chip
 
 
-def hosts_of_a_group(kind: str, group_size: int, target: Target, sizes: Mapping[str, int]) -> int:
-    """Devices lie host by host, `tensor` innermost: a group over `tensor`, or over `expert` and
-    `tensor`, stays within a host that is large enough; others are spread over all hosts. Where
-    there are stages or rings, what is handed on is theirs."""
-    hosts, per_host = target.shape or (1, 1)
-    tensor = sizes.get("tensor", 1)
-    inner = (tensor, tensor * sizes.get("expert", 1))
-    is_handed_on = kind == "collective-permute" and sizes.get("pipe", 1) * sizes.get("seq", 1) > 1
-    is_inner = group_size in inner and not is_handed_on
-    if hosts == 1 or (is_inner and group_size <= per_host):
-        return 1
-    return min(group_size, hosts)
+def hosts_of_a_group(collective: Collective, target: Target) -> int:
+    """Over how many hosts the most scattered of its groups goes. Devices lie host by host, in the
+    order of the mesh."""
+    _, per_host = target.shape or (1, 1)
+    return max(len({device // per_host for device in group}) for group in collective.groups)

@@ -1,9 +1,9 @@
 """The search: which meshes and quantizations of a target hold a model, cheapest first.
 
 By arithmetic first: weights on a device, the pages that they leave room for, and the roofline with
-two sums a layer. What is cheapest by that is compiled, until some fit; the rest of the list is
-arithmetic, and says so. Cheapest: fewest devices for one replica of the engine, then the fastest
-decode step. The other devices of the target are further replicas.
+two sums a layer and what a split sequence adds. What is cheapest by that is compiled, until some
+fit; the rest of the list is arithmetic, and says so. Cheapest: fewest devices for one replica of
+the engine, then the fastest decode step. The other devices of the target are further replicas.
 """
 
 from __future__ import annotations
@@ -12,18 +12,21 @@ import dataclasses
 import itertools
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 
-from compile_collectives import Collective
+from compile_collectives import Collective, groups_over
 from compile_steps import StepProgram
 from compile_target import Chip
 
 from jaxinfer.config import EngineConfig, MeshConfig
 from jaxinfer.memory import plan_pages
 from jaxinfer.options import ConfigError
-from jaxinfer.sharding.mesh import MeshError
+from jaxinfer.sharding.mesh import MeshError, divisors
+from jaxinfer.sharding.rules import Layout
+from jaxinfer.sharding.zigzag import TokenSplit
 from planner.models import Named
-from planner.plans import Plan, decode_load, make_plan, rows_at
+from planner.plans import Plan, decode_load, make_plan, rows_at, step_program
 from planner.roofline import Bound, Load, bound, link_seconds, tokens_on_a_device, work_of
 
 # Of a device's memory, for what a step takes beside weights and pages. Compiled presets took 0.2
@@ -54,8 +57,7 @@ class Candidate:
 def meshes(num_devices: int, asked: MeshConfig) -> Iterator[MeshConfig]:
     """Every way to give `num_devices` devices to replicas of pipe x seq x expert x tensor; what is
     `asked` besides sizes stays."""
-    divisors = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
-    for pipe, seq, expert, tensor in itertools.product(divisors, repeat=4):
+    for pipe, seq, expert, tensor in itertools.product(divisors(num_devices), repeat=4):
         used = pipe * seq * expert * tensor
         if num_devices % used == 0:
             sizes = {"pipe": pipe, "seq": seq, "expert": expert, "tensor": tensor}
@@ -98,8 +100,8 @@ def by_arithmetic(chip: Chip, model: Named, config: EngineConfig, context: int) 
     stages, num_layers = config.mesh.pipe, model.config.num_layers
     if num_layers % stages:
         raise MeshError(f"{num_layers} layers do not make {stages} stages")
-    one = StepProgram(chip, model.with_layers(1, stages), config)
-    two = StepProgram(chip, model.with_layers(2, stages), config)
+    one = step_program(chip, model.with_layers(1, stages), config)
+    two = step_program(chip, model.with_layers(2, stages), config)
     more = num_layers // stages - 1
     of_all = lambda a, b: a + (b - a) * more
     weight_bytes = of_all(one.weight_bytes, two.weight_bytes)
@@ -118,7 +120,7 @@ def by_arithmetic(chip: Chip, model: Named, config: EngineConfig, context: int) 
         return None
     load = decode_load(one, rows, context)
     bounds = (
-        bound(work_of(p, load), chip.target, layer_sums(p, load, config.mesh.sizes))
+        bound(work_of(p, load), chip.target, link_seconds(layer_sums(p, load), chip.target))
         for p in (one, two)
     )
     terms = map(of_all, *map(dataclasses.astuple, bounds))
@@ -137,19 +139,51 @@ def by_arithmetic(chip: Chip, model: Named, config: EngineConfig, context: int) 
     )
 
 
-def layer_sums(program: StepProgram, load: Load, sizes: Mapping[str, int]) -> float:
-    """Seconds of what tensor parallelism and a pipeline send at the least: two sums a layer of this
-    stage over the devices that share its heads, and one hand-over."""
+def layer_sums(program: StepProgram, load: Load) -> list[Collective]:
+    """What the layers of a stage send at the least: two sums a layer over the devices that share
+    its heads, what a split sequence takes, and one hand-over to the next stage."""
     model = program.model
     layout, config = model.layout, model.local.config
     tokens = math.ceil(tokens_on_a_device(program, load))
     size = tokens * config.model_dim * model.local.numerics.dtype.itemsize
     found = []
-    if (parts := layout.parts("heads")) > 1:
-        found.append(Collective("all-reduce", size, parts, 2 * config.num_layers))
-    if model.num_stages > 1:
-        found.append(Collective("collective-permute", size, model.num_stages))
-    return link_seconds(found, program.chip.target, sizes)
+    if layout.axes("heads"):
+        found.append(_over(layout, "heads", "all-reduce", size, 2 * config.num_layers))
+    if layout.axes("cell"):
+        found += _of_sequence(program, load, tokens)
+    if layout.axes("stage"):
+        found.append(_over(layout, "stage", "collective-permute", size))
+    return found
+
+
+def _of_sequence(program: StepProgram, load: Load, tokens: int) -> list[Collective]:
+    """Attention's, of all layers. Of few tokens each device's results are merged: a maximum and two
+    sums of float32 (`sharding/sequence.py`). Of many, new keys and values go round a ring, then
+    queries, with what they have gathered (`sharding/ring.py`)."""
+    model = program.model
+    layout, config = model.layout, model.local.config
+    num_layers, n, cache = config.num_layers, layout.size("seq"), config.cache
+    per_head = 4 * tokens * (config.num_heads // layout.parts("heads"))
+    values = per_head * (cache.value_dim or cache.head_dim)
+    of = partial(_over, layout, "cell")
+    if TokenSplit.of(layout, program.config.bucket_for(load.num_tokens)).count == 1:
+        small = of("all-reduce", per_head, 2 * num_layers)
+        return [of("all-reduce", values, num_layers), small]
+    queries = per_head // 4 * cache.head_dim * model.local.numerics.dtype.itemsize
+    # A page's bytes here are of its n-th part.
+    stored = tokens * n * program.page_bytes // (program.config.cache.page_size * num_layers)
+    return [
+        of("collective-permute", stored, (n - 1) * num_layers),
+        of("collective-permute", queries, n * num_layers),
+        of("collective-permute", values + per_head, (n + 1) * num_layers),
+    ]
+
+
+def _over(layout: Layout, logical: str, kind: str, size: int, times: int = 1) -> Collective:
+    """Over the mesh axes that split a logical one."""
+    parts = [(axis, 1, layout.size(axis)) for axis in layout.axes(logical)]
+    groups = groups_over(dict(layout.sizes), parts)
+    return Collective(kind, size, len(groups[0]), times, groups=groups)
 
 
 def search(
@@ -171,10 +205,31 @@ def search(
     for i, candidate in enumerate(found):
         if num_fitting == num_compiled:
             break
-        plan = make_plan(StepProgram(chip, model, candidate.config), context, is_whole=False)
+        plan = make_plan(step_program(chip, model, candidate.config), context, is_whole=False)
         found[i] = dataclasses.replace(candidate, plan=plan)
         num_fitting += plan.fits
     return found
+
+
+def largest_mesh(program: StepProgram) -> MeshConfig | None:
+    """Of those of all devices of the target that the model and the engine accept, the one that
+    splits weights into most parts, most of them `tensor`'s; None where none splits them."""
+    model, config = program.named, program.config
+    num_devices = program.chip.target.num_devices
+    split = [
+        mesh
+        for mesh in meshes(num_devices, config.mesh)
+        if mesh.seq == 1 < num_devices // mesh.data
+        and model.config.num_layers % mesh.pipe == 0
+        and (mesh.expert == 1 or _has_experts(model))
+    ]
+    for mesh in sorted(split, key=lambda mesh: (mesh.data, -mesh.tensor, -mesh.expert)):
+        try:
+            step_program(program.chip, model, dataclasses.replace(config, mesh=mesh))
+        except (MeshError, ConfigError):
+            continue
+        return mesh
+    return None
 
 
 def _has_experts(model: Named) -> bool:
