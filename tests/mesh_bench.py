@@ -58,6 +58,19 @@ SENDS = "mixtral"  # rows to their experts, which steps this small would not do 
 WITH_EXPERTS = ("mixtral", "deepseek_v3")
 
 
+class Calls:
+    """How often a function of a module is called, while programs are made."""
+
+    def __init__(self, module: Any, name: str):
+        self.count = 0
+        self._function = getattr(module, name)
+        setattr(module, name, self)
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        self.count += 1
+        return self._function(*args, **named)
+
+
 def meshes(family: str) -> Iterator[dict[str, int]]:
     """Every mesh of eight devices that applies: one without experts has no use for `expert`."""
     for sizes in itertools.product((1, 2, 4, 8), repeat=len(AXES)):

@@ -22,25 +22,12 @@ def parsed(text: str) -> dict[str, int]:
     return {axis: int(size) for axis, size in pairs}
 
 
-class Passes:
-    """How often the programs made so far pass something on round the ring."""
-
-    def __init__(self):
-        self.count = 0
-        self._pass_on = ring.pass_on
-        ring.pass_on = self
-
-    def __call__(self, x: Any, split: zigzag.TokenSplit) -> Any:
-        self.count += 1
-        return self._pass_on(x, split)
-
-
 def main(family: str, texts: list[str]) -> None:
     jax.config.update("jax_num_cpu_devices", mesh_bench.NUM_DEVICES)
     zigzag.MAX_TOGETHER = 4  # else steps of 16 tokens would not be cut: no ring
     if family == mesh_bench.SENDS:
         experts.is_sent = lambda T, k, e, t, row_bytes: e > 1
-    work, passes = mesh_bench.requests(), Passes()
+    work, passes = mesh_bench.requests(), mesh_bench.Calls(ring, "pass_on")
     alone: dict[int, Any] = {}
     found = {}
     for mesh in map(parsed, texts):

@@ -55,19 +55,6 @@ def model_of(family: str) -> tuple[FunctionalModel, Weights]:
     return model, mesh_bench.weights_of(model)
 
 
-class Calls:
-    """How often a function of a module is called, while programs are made."""
-
-    def __init__(self, module: Any, name: str):
-        self.count = 0
-        self._function = getattr(module, name)
-        setattr(module, name, self)
-
-    def __call__(self, *args: Any, **named: Any) -> Any:
-        self.count += 1
-        return self._function(*args, **named)
-
-
 def requests() -> list[tuple[list[int], SamplingParams]]:
     """One for each of what can be asked of a request that the mesh has parts of."""
     asked: list[tuple[list[int], dict[str, Any]]] = [
@@ -103,7 +90,9 @@ def run(engine: Any, work: list[tuple[list[int], SamplingParams]]) -> dict[str, 
     return {"tokens": [request.output_token_ids for request in added], "logprobs": logprobs}
 
 
-def outcome(feature: Feature, mesh: dict[str, Any], calls: dict[str, Calls]) -> dict[str, Any]:
+def outcome(
+    feature: Feature, mesh: dict[str, Any], calls: dict[str, mesh_bench.Calls]
+) -> dict[str, Any]:
     """What `run` yields, twice: of all requests, and of the first one alone; and what was used."""
     cache = {"page_size": 8, "num_pages": 24} | feature.options.get("cache", {})
     config = mesh_bench.config_for(mesh, **{**feature.options, "cache": cache})
@@ -131,8 +120,8 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
     zigzag.MAX_TOGETHER = 4  # else steps of 16 tokens would not be cut: no ring
     calls = {
-        "pass_on": Calls(ring, "pass_on"),
-        "overlapped_product": Calls(products, "overlapped_product"),
+        "pass_on": mesh_bench.Calls(ring, "pass_on"),
+        "overlapped_product": mesh_bench.Calls(products, "overlapped_product"),
     }
     found: dict[str, Any] = {}
     one_device: dict[str, Any] = {}

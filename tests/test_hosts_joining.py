@@ -101,10 +101,10 @@ def test_a_stranger_and_one_with_another_key_are_turned_away_and_the_door_stays_
         began = time.monotonic()
         # At once, and it says how long it took.
         with pytest.raises(
-            HostsError, match=r"did not get in within 0\.\d s .*another channel key"
+            HostsError, match=r"did not get in within [0-3]\.\d s .*another channel key"
         ):
             join_as(opened, 1, 2, key=b"another")
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 4
         link = join_as(opened, 1, 2)
     [accepted] = opened.outcome()
     assert accepted.process_id == 1
@@ -120,7 +120,7 @@ def test_strangers_that_say_nothing_keep_nobody_out(door):
         began = time.monotonic()
         with ThreadPoolExecutor(2) as pool:
             links = list(pool.map(lambda i: join_as(opened, i, 3), (1, 2)))
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 4
         close(*links, *opened.outcome())
 
 
@@ -129,7 +129,7 @@ def test_a_stranger_has_no_longer_than_process_0_itself(door):
     began = time.monotonic()
     with socket.create_connection(opened.address):
         assert "1 did not join" in str(opened.outcome())
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 4
 
 
 def test_a_stranger_with_a_byte_now_and_then_is_turned_away(door, monkeypatch):
@@ -140,7 +140,7 @@ def test_a_stranger_with_a_byte_now_and_then_is_turned_away(door, monkeypatch):
         assert len(stranger.recv(64)) == 32
         with contextlib.suppress(ConnectionError):
             while True:
-                assert time.monotonic() - began < 3, "it is still listened to"
+                assert time.monotonic() - began < 4, "it is still listened to"
                 stranger.sendall(b"x")
                 with contextlib.suppress(TimeoutError):
                     if not stranger.recv(1):
@@ -251,7 +251,7 @@ def test_a_process_0_that_is_not_there_is_named_by_its_address():
     text = rf"process 1 cannot reach process 0 at 127\.0\.0\.1:{port} after 0\.3 s .*firewall"
     with pytest.raises(HostsError, match=text):
         knock(("127.0.0.1", port), 1, 2, key=b"", facts=FACTS, timeout_s=0.3)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 4
 
 
 def test_a_port_in_use_is_named():

@@ -31,7 +31,7 @@ OPTIONS = merge(tiny_server.OPTIONS, {"max_len": 4096, "cache": {"num_pages": 51
 MESH = {"tensor": 4}
 PROMPT = "a prompt"
 MANY = 4000  # tokens: some 10 s
-LOST_S = 10.0  # from a death to the end of process 0, who tells its clients first
+LOST_S = 20.0  # from a death to the end of process 0, who tells its clients first
 
 
 def command(process_id: int, port: int) -> list[str]:
