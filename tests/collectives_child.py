@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
 from collections import Counter
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tiny_plans
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxinfer.config import from_mapping
 from jaxinfer.kernels.quantized_matmul import QuantArray
 from jaxinfer.nn.layers import Linear, Numerics
 from jaxinfer.nn.quantized import QuantWeight
@@ -24,9 +22,8 @@ from jaxinfer.sampling_params import MAX_LOGPROBS
 from jaxinfer.sharding import compressed, products
 from jaxinfer.sharding.rules import Layout
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
+# Scripts are run, not installed; tiny_plans has put their folder on the path.
 counts: Any = importlib.import_module("compile_collectives")
-load_target: Any = importlib.import_module("compile_matrix").load_target
 parse: Any = importlib.import_module("compile_text").parse
 
 AXES = ("expert", "tensor")  # of 2 and n / 2 devices
@@ -243,18 +240,14 @@ def layers() -> dict[str, Any]:
     its instructions carry, and all that are as large as a layer's sum."""
     keys = {"model_type": "llama", "hidden_size": 96, "intermediate_size": 128, "vocab_size": 4096}
     keys |= {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2}
-    named = importlib.import_module("planner.models").from_table("tiny", keys)
-    chip = importlib.import_module("compile_target").Chip(load_target("cpu:8"))
-    config = from_mapping(
-        {
-            "mesh": {"tensor": 8},
-            "dtype": "float32",
-            "cache": {"page_size": 16},
-            "scheduler": {"max_tokens": 32, "max_rows": 4},
-            "min_bucket": 32,
-        }
-    )
-    whole = importlib.import_module("compile_steps").StepProgram(chip, named, config)
+    config = {
+        "mesh": {"tensor": 8},
+        "dtype": "float32",
+        "cache": {"page_size": 16},
+        "scheduler": {"max_tokens": 32, "max_rows": 4},
+        "min_bucket": 32,
+    }
+    whole = tiny_plans.on_cpus(8, keys, config)
     T, D = 32, 96
     found = counts.find(parse(whole.compile(T, 8).text))
     in_layer = lambda i: (one for one in found if f"block_{i}/" in one.op_name)

@@ -128,13 +128,18 @@ def requests(num: int = 8) -> list[tuple[list[int], SamplingParams]]:
 
 
 def run(engine: Any, work: list[tuple[list[int], SamplingParams]]) -> list[list[int]]:
-    """The tokens of requests that arrive one a step."""
+    """The tokens of `served` requests."""
+    return [request.output_token_ids for request in served(engine, work)]
+
+
+def served(engine: Any, work: list[tuple[list[int], SamplingParams]]) -> list[Any]:
+    """All samples of requests that arrive one a step, when they have ended."""
     waiting, added = list(work), []
     while waiting or engine.has_requests:
         if waiting:
             added += engine.add(*waiting.pop(0))
         engine.step()
-    return [request.output_token_ids for request in added]
+    return added
 
 
 def engine_for(model: FunctionalModel, weights: Any, config: EngineConfig) -> Any:

@@ -73,13 +73,7 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
 
 def run(engine: Any, work: list[tuple[list[int], SamplingParams]]) -> dict[str, Any]:
     """Tokens, and log-probabilities by the token, in the order of positions."""
-    added = []
-    for prompt, params in work:
-        added += engine.add(prompt, params)
-        engine.step()
-    while engine.has_requests:
-        engine.step()
-    logprobs = []
+    added, logprobs = mesh_bench.served(engine, work), []
     for request in added:
         entries = [
             *request.logprobs,

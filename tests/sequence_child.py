@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,15 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 jax.config.update("jax_num_cpu_devices", 8)
-sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 
-from compile_matrix import load_target  # noqa: E402
-from compile_steps import StepProgram  # noqa: E402
-from compile_target import Chip  # noqa: E402
-from planner.models import from_table  # noqa: E402
+import tiny_plans  # noqa: E402
 
 from jaxinfer import kv_cache  # noqa: E402
-from jaxinfer.config import from_mapping  # noqa: E402
 from jaxinfer.kernels.kv_pages import KVPages  # noqa: E402
 from jaxinfer.nn.attention import Attention, AttentionConfig  # noqa: E402
 from jaxinfer.nn.cached_attention import attend_to_cache  # noqa: E402
@@ -175,8 +168,7 @@ def of_a_whole_step(count: int, tokens: int) -> int:
         "min_bucket": count * tokens,
         "scheduler": {"max_tokens": count * tokens, "max_rows": 2},
     }
-    chip = Chip(load_target(f"cpu:{count}"))
-    program = StepProgram(chip, from_table("tiny", table), from_mapping(config))
+    program = tiny_plans.on_cpus(count, table, config)
     return program.compile(count * tokens, 8).memory()["temporaries"]
 
 

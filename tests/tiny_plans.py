@@ -16,6 +16,8 @@ from typing import Any
 import jax
 import pytest
 
+from jaxinfer.config import from_mapping
+
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
@@ -109,6 +111,13 @@ def program(monkeypatch: pytest.MonkeyPatch, name: str, table: dict[str, Any], *
     asked = {"context": 128, "rows": 4, "chunk": 32} | asked
     config = options.engine_config(model, options.Asked(**asked))
     return compile_steps.StepProgram(chip(monkeypatch, name), model, config)
+
+
+def on_cpus(count: int, table: dict[str, Any], config: dict[str, Any]) -> Any:
+    """A tiny model's step on so many devices of this process, which really compile it."""
+    place = compile_target.Chip(compile_matrix.load_target(f"cpu:{count}"))
+    model = models.from_table("tiny", table)
+    return compile_steps.StepProgram(place, model, from_mapping(config))
 
 
 def on_four_chips(table: dict[str, Any], limit: int) -> Any:
