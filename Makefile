@@ -62,10 +62,10 @@ bench: $(VENV)/.parity
 	@$(PY) scripts/bench_offline.py
 
 references: $(VENV)/.parity
-	@$(PY) scripts/make_references.py
-	@$(PY) scripts/make_family_references.py
-	@$(PY) scripts/make_encoder_references.py
-	@$(PY) scripts/make_tokenizer_references.py
+	@$(PY) tests/references/make_references.py
+	@$(PY) tests/references/make_family_references.py
+	@$(PY) tests/references/make_encoder_references.py
+	@$(PY) tests/references/make_tokenizer_references.py
 
 # One stamp an install: what is needed to run, to develop, and to compare with transformers and
 # interpret Triton kernels; a sentence model's weights come in a package.

@@ -10,16 +10,16 @@ The letters of every shape in this code base:
                                  F  feed-forward dimension
 """
 
-from jaxinfer.admission import InvalidRequestError
 from jaxinfer.config import CacheConfig, EngineConfig, SchedulerConfig, load_config
 from jaxinfer.embedding.embedder import Embedder
-from jaxinfer.engine import Engine, Update
+from jaxinfer.engine.admission import InvalidRequestError
+from jaxinfer.engine.engine import Engine, Update
+from jaxinfer.engine.request import FinishReason, TokenLogprobs
 from jaxinfer.llm import LLM, Completion, Output
 from jaxinfer.loading.checkpoint import CheckpointError
 from jaxinfer.options import ConfigError
-from jaxinfer.replicas import Replicas
-from jaxinfer.request import FinishReason, TokenLogprobs
-from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.parallel.replicas import Replicas
+from jaxinfer.sampling.params import SamplingParams
 
 __version__ = "0.1.0"
 

@@ -19,17 +19,17 @@ import numpy as np
 from jaxtyping import Float
 from tqdm import tqdm
 
-from jaxinfer.admission import InvalidRequestError
+from jaxinfer.build import NO_EMBEDDING, NO_GENERATION, load_model
 from jaxinfer.config import EngineConfig
 from jaxinfer.embedding.embedder import Embedder
 from jaxinfer.embedding.sentences import Text, check_dimensions, encode_texts, finished
-from jaxinfer.engine import Engine
-from jaxinfer.hosts.peers import ALONE, Peers
-from jaxinfer.model_loading import NO_EMBEDDING, NO_GENERATION, load_model
-from jaxinfer.replicas import Replicas
-from jaxinfer.request import FinishReason, Request, TokenLogprobs
-from jaxinfer.sampling_params import SamplingParams
-from jaxinfer.tokenizer import Tokenizer
+from jaxinfer.engine.admission import InvalidRequestError
+from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.request import FinishReason, Request, TokenLogprobs
+from jaxinfer.parallel.hosts.peers import ALONE, Peers
+from jaxinfer.parallel.replicas import Replicas
+from jaxinfer.sampling.params import SamplingParams
+from jaxinfer.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]  # text, or token ids
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}

@@ -19,7 +19,8 @@ from typing import Any, Self, Unpack
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from jaxinfer.request import TokenLogprobs
+from jaxinfer.engine.request import TokenLogprobs
+from jaxinfer.engine.stats import EngineStats
 from jaxinfer.serving import grpc_messages as messages_
 from jaxinfer.serving.client_request import (
     ClientTls,
@@ -36,7 +37,6 @@ from jaxinfer.serving.grpc_status import FIELD_KEY, RETRY_AFTER_KEY
 from jaxinfer.serving.protos.jaxinfer.v1 import inference_pb2 as pb
 from jaxinfer.serving.protos.jaxinfer.v1.inference_pb2_grpc import InferenceStub
 from jaxinfer.serving.service import ModelInfo
-from jaxinfer.stats import EngineStats
 
 DEFAULT_TARGET = "127.0.0.1:9000"
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxinfer.request import FinishReason, TokenLogprobs
-from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.engine.request import FinishReason, TokenLogprobs
+from jaxinfer.sampling.params import SamplingParams
 
 # The roles that clients may name, and what chat templates call them.
 CHAT_ROLES = {

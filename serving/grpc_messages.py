@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxinfer.request import FinishReason, TokenLogprobs
+from jaxinfer.engine.request import FinishReason, TokenLogprobs
+from jaxinfer.engine.stats import EngineStats, StepStats
 from jaxinfer.serving.errors import ErrorKind, ServiceError
 from jaxinfer.serving.generation import (
     CHAT_ROLES,
@@ -26,7 +27,6 @@ from jaxinfer.serving.generation import (
 from jaxinfer.serving.protos.jaxinfer.v1 import inference_pb2 as pb
 from jaxinfer.serving.service import ModelInfo
 from jaxinfer.serving.stream import Stream
-from jaxinfer.stats import EngineStats, StepStats
 
 _REASONS = {reason: getattr(pb, f"FINISH_REASON_{reason.name}") for reason in FinishReason}
 _REASONS_BY_NUMBER = {number: reason for reason, number in _REASONS.items()}

@@ -34,16 +34,16 @@ from typing import NamedTuple
 from absl import logging
 
 from jaxinfer import Embedder, Engine, InvalidRequestError, Replicas
-from jaxinfer.engine import Update
-from jaxinfer.hosts import HostsError
-from jaxinfer.request import Request, TokenLogprobs
+from jaxinfer.engine.engine import Update
+from jaxinfer.engine.request import Request, TokenLogprobs
+from jaxinfer.engine.stats import EngineStats
+from jaxinfer.parallel.hosts import HostsError
 from jaxinfer.serving.config import LimitsConfig
 from jaxinfer.serving.errors import ErrorKind, ServiceError
 from jaxinfer.serving.generation import Delta, GenerationRequest
 from jaxinfer.serving.observer import Observer, Observers
 from jaxinfer.serving.places import Places
 from jaxinfer.serving.stream import Stream
-from jaxinfer.stats import EngineStats
 
 
 class _News(NamedTuple):

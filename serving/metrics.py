@@ -39,13 +39,13 @@ from prometheus_client.core import (
 from prometheus_client.process_collector import ProcessCollector
 
 from jaxinfer import FinishReason, Replicas
+from jaxinfer.engine.stats import EngineStats
 from jaxinfer.serving.errors import ErrorKind
 from jaxinfer.serving.generation import Delta
 from jaxinfer.serving.health import Health, State
 from jaxinfer.serving.loop import EngineLoop
 from jaxinfer.serving.observer import Observer
 from jaxinfer.serving.stream import Stream
-from jaxinfer.stats import EngineStats
 
 PREFIX = "jaxinfer_"
 

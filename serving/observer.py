@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 
 from absl import logging
 
+from jaxinfer.engine.stats import EngineStats
 from jaxinfer.serving.generation import Delta
 from jaxinfer.serving.stream import Stream
-from jaxinfer.stats import EngineStats
 
 
 @dataclasses.dataclass(frozen=True)

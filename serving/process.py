@@ -34,10 +34,10 @@ from typing import Any, NoReturn, TypeVar
 from absl import logging
 
 from jaxinfer import ConfigError, Embedder, Engine, EngineConfig, Replicas
-from jaxinfer.host import calm_collector, compute_behind_serving
-from jaxinfer.hosts import ALONE, HostsError, Peers
+from jaxinfer.build import about_cache, about_mesh, about_weights, load_model
+from jaxinfer.execution.host_tuning import calm_collector, compute_behind_serving
 from jaxinfer.loading.checkpoint import GenerationDefaults
-from jaxinfer.model_loading import about_cache, about_mesh, about_weights, load_model
+from jaxinfer.parallel.hosts import ALONE, HostsError, Peers
 from jaxinfer.serving.auth import ApiKeys
 from jaxinfer.serving.config import ServingConfig
 from jaxinfer.serving.errors import ErrorKind, ServiceError

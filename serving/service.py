@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 
 from jaxinfer import Embedder, Engine, InvalidRequestError, Replicas, SamplingParams
+from jaxinfer.build import NO_EMBEDDING, NO_GENERATION
 from jaxinfer.embedding.embedder import NOTHING_SAMPLED
 from jaxinfer.embedding.sentences import check_dimensions, encode_text, finished, prompt_of
+from jaxinfer.engine.stats import EngineStats
 from jaxinfer.loading.checkpoint import GenerationDefaults
-from jaxinfer.model_loading import NO_EMBEDDING, NO_GENERATION
-from jaxinfer.sampling_params import SamplingParamsError
+from jaxinfer.sampling.params import SamplingParamsError
 from jaxinfer.serving.errors import ErrorKind, ServiceError
 from jaxinfer.serving.generation import (
     Chat,
@@ -27,8 +28,7 @@ from jaxinfer.serving.generation import (
     Prompt,
 )
 from jaxinfer.serving.loop import EngineLoop, Stream
-from jaxinfer.stats import EngineStats
-from jaxinfer.tokenizer import Tokenizer
+from jaxinfer.text.tokenizer import Tokenizer
 
 MAX_PROMPT_LOGPROBS = 200_000  # entries an answer; writing one takes some 8 microseconds
 LONG_TEXT = 4096  # characters or tokens; longer ones are converted in another thread

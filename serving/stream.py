@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
-from jaxinfer.request import TokenLogprobs
+from jaxinfer.engine.request import TokenLogprobs
 from jaxinfer.serving.errors import ServiceError
 from jaxinfer.serving.generation import Delta, GenerationRequest, Result, Timing, Usage
 

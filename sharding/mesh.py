@@ -1,6 +1,6 @@
 """The mesh: devices in five axes, from the slowest links to the fastest.
 
-data     replicas of the engine, which share nothing (`jaxinfer.replicas`)
+data     replicas of the engine, which share nothing (`jaxinfer.parallel.replicas`)
 pipe     stages of the layers; activations handed over once a step
 seq      parts of a sequence: its pages, and the tokens of a prompt; rings of keys and values
 expert   experts of a mixture; heads and hidden units of the other layers too

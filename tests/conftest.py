@@ -21,11 +21,10 @@ import jax
 import pytest
 from jaxtyping import install_import_hook
 
-CHECKED = ["kernels", "nn", "models", "kv_cache"]
-CHECKED += ["sampling", "sampling_draw", "sampling_slots", "vocabulary"]
+CHECKED = ["kernels", "nn", "models", "sampling", "execution.kv_cache"]
 install_import_hook([f"jaxinfer.{name}" for name in CHECKED], "beartype.beartype")
 
-from jaxinfer import compilation_cache  # noqa: E402  (after the hook)
+from jaxinfer.execution import compilation_cache  # noqa: E402  (after the hook)
 
 # Tests make many engines of few shapes: compile each program once a machine, not once an engine.
 compilation_cache.enable()
@@ -66,7 +65,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all-meshes",
         metavar="FAMILY",
-        help="run a family, or `all`, on every mesh of eight devices (tests/test_meshes.py)",
+        help="run a family, or `all`, on every mesh of eight devices (test_meshes.py)",
     )
 
 

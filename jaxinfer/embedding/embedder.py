@@ -21,20 +21,20 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
-from jaxinfer.admission import InvalidRequestError
-from jaxinfer.compiling import compile_program, compile_programs
 from jaxinfer.config import EngineConfig
 from jaxinfer.embedding.pooling import pool
 from jaxinfer.embedding.text_batches import Batch, Bucket, WaitingTexts, buckets_for, check_config
-from jaxinfer.engine import Update
+from jaxinfer.engine.admission import InvalidRequestError
+from jaxinfer.engine.engine import Update
+from jaxinfer.engine.request import FinishReason, Request
+from jaxinfer.engine.stats import EngineStats, StepStats
+from jaxinfer.execution.compile import compile_program, compile_programs
+from jaxinfer.execution.numerics import check_numerics, check_weights
 from jaxinfer.loading.sentence import SentenceOptions
 from jaxinfer.models.functional import FunctionalModel, Weights
-from jaxinfer.numerics import check_numerics, check_weights
 from jaxinfer.options import ConfigError
-from jaxinfer.request import FinishReason, Request
-from jaxinfer.sampling_params import SamplingParams
-from jaxinfer.stats import EngineStats, StepStats
-from jaxinfer.tokenizer import Tokenizer
+from jaxinfer.sampling.params import SamplingParams
+from jaxinfer.text.tokenizer import Tokenizer
 
 NOTHING_SAMPLED = SamplingParams(max_tokens=0)
 

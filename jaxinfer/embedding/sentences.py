@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from jaxinfer.admission import InvalidRequestError
 from jaxinfer.embedding.embedder import Embedder
+from jaxinfer.engine.admission import InvalidRequestError
 
 Text = str | Sequence[int]  # a text, or token ids as they are
 

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from jaxinfer.config import EngineConfig
+from jaxinfer.engine.request import Request
 from jaxinfer.options import ConfigError
-from jaxinfer.request import Request
 
 SMALLEST_LENGTH = 16  # tokens: a query's; below it the weights are most of what is read anyway
 ROW_GROWTH = 8  # of one number of rows to the next: at most three programs a length by default

@@ -24,7 +24,7 @@ from jaxinfer.nn.layers import Numerics
 from jaxinfer.nn.quantized import Quantized
 
 if TYPE_CHECKING:
-    from jaxinfer.sharded_model import ShardedModel
+    from jaxinfer.parallel.sharded_model import ShardedModel
 
 # Parameters in flight: what peak host memory holds besides the weights.
 NUM_THREADS = min(8, os.cpu_count() or 1)

@@ -17,10 +17,10 @@ import ml_dtypes
 import numpy as np
 
 from jaxinfer.loading.quantized.rows import QuantRows
-from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
-    from jaxinfer.tokenizer import Tokenizer
+    from jaxinfer.text.tokenizer import Tokenizer
 
 FLOAT32 = np.dtype(np.float32)
 MAX_PROBLEMS_SHOWN = 20

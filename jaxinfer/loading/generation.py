@@ -13,7 +13,7 @@ from typing import Any
 from absl import logging
 
 from jaxinfer.loading.checkpoint import GenerationDefaults
-from jaxinfer.sampling_params import SamplingParamsError
+from jaxinfer.sampling.params import SamplingParamsError
 
 # Keys of transformers' generation that change the output and are not honoured, each with the values
 # that change nothing.

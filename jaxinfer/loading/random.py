@@ -24,7 +24,7 @@ from jaxinfer.models.functional import FunctionalModel, Weights
 from jaxinfer.nn.quantized import Quantized
 
 if TYPE_CHECKING:
-    from jaxinfer.sharded_model import ShardedModel
+    from jaxinfer.parallel.sharded_model import ShardedModel
 
 
 def random_weights(

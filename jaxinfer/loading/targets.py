@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxinfer.models.functional import FunctionalModel, ParameterSpec
 
 if TYPE_CHECKING:
-    from jaxinfer.sharded_model import ShardedModel
+    from jaxinfer.parallel.sharded_model import ShardedModel
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxinfer.execution.kv_cache import CacheShape, RaggedBatch
 from jaxinfer.kernels.kv_pages import KVPages
 from jaxinfer.kernels.paged_attention.update import Rotary
-from jaxinfer.kv_cache import CacheShape, RaggedBatch
 from jaxinfer.nn.attention import Attention, AttentionConfig, QKNorm
 from jaxinfer.nn.checks import (
     not_positive,

@@ -14,9 +14,9 @@ from typing import Literal
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxinfer.execution.kv_cache import CacheShape, RaggedBatch
 from jaxinfer.kernels.gated_mlp.activations import ACTIVATIONS
 from jaxinfer.kernels.kv_pages import KVPages
-from jaxinfer.kv_cache import CacheShape, RaggedBatch
 from jaxinfer.models.decoder import head_logits, run_blocks
 from jaxinfer.nn.attention import Attention, AttentionConfig
 from jaxinfer.nn.checks import (

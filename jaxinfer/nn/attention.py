@@ -12,9 +12,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jaxinfer.execution.kv_cache import RaggedBatch
 from jaxinfer.kernels.kv_pages import KVPages
 from jaxinfer.kernels.paged_attention.update import Rotary
-from jaxinfer.kv_cache import RaggedBatch
 from jaxinfer.nn.cached_attention import attend_to_cache
 from jaxinfer.nn.layers import Linear, Numerics, RMSNorm, parameter
 from jaxinfer.sharding.collectives import own_part

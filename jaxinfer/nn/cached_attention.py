@@ -6,9 +6,9 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
+from jaxinfer.execution.kv_cache import RaggedBatch
 from jaxinfer.kernels.kv_pages import KVPages
 from jaxinfer.kernels.paged_attention.update import Rotary, update_and_attend
-from jaxinfer.kv_cache import RaggedBatch
 from jaxinfer.nn.layers import Numerics
 from jaxinfer.sharding.sequence import attend_to_parts
 

@@ -41,7 +41,7 @@ from jaxinfer.serving.http.response_schema import (
 )
 from jaxinfer.serving.metrics import Metrics
 from jaxinfer.serving.service import Service
-from jaxinfer.tokenizer import Tokenizer
+from jaxinfer.text.tokenizer import Tokenizer
 
 _EXPOSED_HEADERS = ["X-Request-Id", "Retry-After"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.serving.errors import ErrorKind, ServiceError
 from jaxinfer.serving.generation import GenerationRequest, Prompt
 from jaxinfer.serving.http.openai_schema import GenerationFields

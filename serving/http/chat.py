@@ -9,7 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.serving.config import LimitsConfig
 from jaxinfer.serving.generation import Chat, Delta, Result
 from jaxinfer.serving.http.asking import checked_params, generation_requests, refuse, wants_usage
@@ -27,7 +27,7 @@ from jaxinfer.serving.http.writing import (
 )
 from jaxinfer.serving.service import Service
 from jaxinfer.serving.stream import Stream
-from jaxinfer.tokenizer import Tokenizer
+from jaxinfer.text.tokenizer import Tokenizer
 
 
 async def chat(

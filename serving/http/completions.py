@@ -9,8 +9,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxinfer.request import TokenLogprobs
-from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.engine.request import TokenLogprobs
+from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.serving.config import LimitsConfig
 from jaxinfer.serving.generation import Delta, Prompt, Result
 from jaxinfer.serving.http.asking import checked_params, generation_requests, refuse, wants_usage
@@ -28,7 +28,7 @@ from jaxinfer.serving.http.writing import (
 )
 from jaxinfer.serving.service import Service
 from jaxinfer.serving.stream import Stream
-from jaxinfer.tokenizer import Tokenizer
+from jaxinfer.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 

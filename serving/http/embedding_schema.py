@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, PlainValidator, WithJsonSchema
 
-from jaxinfer.sampling_params import MAX_INT32
+from jaxinfer.sampling.params import MAX_INT32
 from jaxinfer.serving.http.openai_schema import (
     MAX_ID_LEN,
     PROMPT_SCHEMA,

@@ -9,6 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jaxinfer.engine.stats import EngineStats
 from jaxinfer.serving.config import LimitsConfig
 from jaxinfer.serving.errors import ErrorKind, ServiceError
 from jaxinfer.serving.http.asking import refuse
@@ -22,7 +23,6 @@ from jaxinfer.serving.http.openai_schema import (
 )
 from jaxinfer.serving.http.writing import to_json
 from jaxinfer.serving.service import Service
-from jaxinfer.stats import EngineStats
 
 RATE_WINDOW_S = 5.0
 

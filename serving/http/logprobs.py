@@ -6,8 +6,8 @@ import codecs
 from collections.abc import Sequence
 from typing import Any
 
-from jaxinfer.request import TokenLogprobs
-from jaxinfer.tokenizer import Tokenizer
+from jaxinfer.engine.request import TokenLogprobs
+from jaxinfer.text.tokenizer import Tokenizer
 
 MIN_LOGPROB = -9999.0  # what OpenAI gives for "never"; JSON has no infinity
 

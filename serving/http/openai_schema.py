@@ -20,7 +20,7 @@ from pydantic import (
     WithJsonSchema,
 )
 
-from jaxinfer.sampling_params import (
+from jaxinfer.sampling.params import (
     MAX_BAD_WORDS,
     MAX_INT32,
     MAX_LOGIT_BIAS,

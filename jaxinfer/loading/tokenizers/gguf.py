@@ -21,7 +21,7 @@ from jaxinfer.loading.tokenizers.gguf_vocabulary import (
     special_ids,
     text,
 )
-from jaxinfer.tokenizer import Tokenizer
+from jaxinfer.text.tokenizer import Tokenizer
 
 
 def build_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:

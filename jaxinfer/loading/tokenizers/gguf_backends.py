@@ -30,7 +30,7 @@ from jaxinfer.loading.tokenizers.token_bytes import (
     wordpiece_spelling,
 )
 from jaxinfer.loading.tokenizers.wordpiece import CONTINUES, BertText, bert_backend
-from jaxinfer.tokenizer import Backend
+from jaxinfer.text.tokenizer import Backend
 
 
 class Built(NamedTuple):

@@ -39,7 +39,7 @@ from jaxinfer.loading.tokenizers.token_bytes import (
     spelling_of,
     token_table,
 )
-from jaxinfer.tokenizer import Tokenizer
+from jaxinfer.text.tokenizer import Tokenizer
 
 MAX_TOKENIZER_BYTES = 256 * 2**20  # the largest tokenizer.json in use has 34 MB
 MAX_TEMPLATE_BYTES = 2**20  # the largest in use have 30 KB

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from jaxinfer.loading.checkpoint import CheckpointError
 from jaxinfer.loading.tokenizers.token_bytes import TokenTable
-from jaxinfer.tokenizer import Backend
+from jaxinfer.text.tokenizer import Backend
 
 MAX_TOKENS = 4_194_304  # the largest vocabularies in use have 262,144
 

@@ -1,0 +1,191 @@
+"""From a name to an engine: open a checkpoint, load it, on a mesh too, compile its programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+from absl import logging
+from tqdm import tqdm
+
+from jaxinfer.config import EngineConfig
+from jaxinfer.embedding.embedder import Embedder
+from jaxinfer.embedding.text_batches import check_config
+from jaxinfer.engine.engine import Engine
+from jaxinfer.execution import compilation_cache
+from jaxinfer.execution.numerics import keeps_packed, numerics_for
+from jaxinfer.loading import Checkpoint, open_checkpoint
+from jaxinfer.loading.assign import functional_model, load_weights
+from jaxinfer.loading.checkpoint import CheckpointError, GenerationDefaults
+from jaxinfer.loading.fingerprint import fingerprint
+from jaxinfer.loading.load_report import weights_line
+from jaxinfer.loading.random import random_weights
+from jaxinfer.loading.sentence import sentence_options
+from jaxinfer.loading.targets import own_model
+from jaxinfer.models.encoder import EncoderConfig
+from jaxinfer.models.functional import FunctionalModel, Weights
+from jaxinfer.options import ConfigError
+from jaxinfer.parallel.hosts.peers import ALONE, Peers
+from jaxinfer.parallel.replicas import Replicas, engine_over, replicas_of
+from jaxinfer.parallel.sharded_model import ShardedModel, sharded_replicas
+from jaxinfer.sharding.mesh import spelled
+from jaxinfer.text.tokenizer import Tokenizer
+
+NO_GENERATION = "this model is an encoder, which embeds texts and does not generate; use embed()"
+NO_EMBEDDING = "this model generates and embeds nothing; load an encoder (BERT, RoBERTa, BGE, E5)"
+
+
+def need_engine(loaded: Engine | Replicas | Embedder) -> Engine | Replicas:
+    """For `on_loaded`: `CheckpointError` for an encoder, before its programs are compiled."""
+    if isinstance(loaded, Embedder):
+        raise CheckpointError(f"{loaded.name}: {NO_GENERATION}")
+    return loaded
+
+
+def about_weights(loaded: Engine | Replicas | Embedder) -> str:
+    """For a plan: how many parameters, their bytes, and how many of them are quantized."""
+    return weights_line(loaded.model, loaded.weights)
+
+
+def about_mesh(loaded: Engine | Replicas) -> str:
+    """For a plan: the devices and what each holds of the weights; empty for one device."""
+    mesh = loaded.config.mesh
+    if mesh.num_devices == 1:
+        return ""
+    num_bytes = replicas_of(loaded)[0].runner.memory.weight_bytes
+    return (
+        f"{spelled(mesh.sizes)}: {mesh.num_devices} {jax.devices()[0].platform} devices, each with "
+        f"{num_bytes / 1e6:,.1f} MB of weights"
+    )
+
+
+def about_cache(loaded: Engine | Replicas) -> str:
+    """For a plan: pages, tokens and bytes, where they lie, and what their number comes from."""
+    replicas = replicas_of(loaded)
+    memory = replicas[0].runner.memory
+    where = " on each device" if loaded.config.mesh.num_devices > 1 else ""
+    where += f", in each of {len(replicas)} replicas" if len(replicas) > 1 else ""
+    return (
+        f"{memory.num_pages:,} pages of {memory.page_size} tokens = {memory.num_tokens:,} tokens, "
+        f"{memory.cache_bytes / 2**20:,.1f} MiB{where} ({memory.source})"
+    )
+
+
+def need_embedder(loaded: Engine | Replicas | Embedder) -> Embedder:
+    """For `on_loaded`: `CheckpointError` for a model that is no encoder."""
+    if not isinstance(loaded, Embedder):
+        raise CheckpointError(f"{loaded.name}: {NO_EMBEDDING}")
+    return loaded
+
+
+def load_model(
+    source: str | Path,
+    config: EngineConfig | None = None,
+    *,
+    show_progress: bool = True,
+    on_loaded: Callable[[Engine | Replicas | Embedder], None] = lambda engine: None,
+    peers: Peers = ALONE,
+) -> tuple[Engine | Replicas | Embedder, GenerationDefaults]:
+    """Open a checkpoint, load it, compile its programs: an engine ready to serve, or an embedder
+    where the model is an encoder.
+
+    `source`: "demo", a .gguf file, a Hugging Face directory, a converted one, or a hub id; with
+    `load_format` "random" also a `config.json` alone. `on_loaded` gets it before its programs are
+    compiled, to show its plan. Raises `CheckpointError` or `ConfigError`, which name what is wrong
+    and the way out. On many hosts (`jaxinfer.parallel.hosts`) all processes load the same, each
+    with its own
+    `peers`, and get it when all are ready.
+    """
+    config = config or EngineConfig()
+    compilation_cache.enable()
+    is_random = config.load_format == "random"
+    checkpoint = open_checkpoint(source, needs_weights=not is_random)
+    tokenizer = _tokenizer_if_any(checkpoint) if is_random else checkpoint.tokenizer()
+    models = _on_meshes(functional_model(checkpoint, numerics_for(config)), config, peers)
+    model = models[0]
+    if peers.num_processes > 1:
+        digest = "random" if is_random else fingerprint(checkpoint)
+        peers.agree({"the checkpoint's fingerprint": digest}, 0)
+    bar: dict[str, Any] = {"disable": not show_progress, "leave": False, "dynamic_ncols": True}
+    with tqdm(
+        total=own_model(model).num_bytes,
+        desc="loading",
+        unit="B",
+        unit_scale=True,
+        unit_divisor=1024,
+        **bar,
+    ) as loading:
+        if is_random:
+            how = {"quantize": config.quantize, "on_progress": loading.update}
+            weights = random_weights(model, config.seed, **how)
+        else:
+            weights = load_weights(
+                checkpoint,
+                model,
+                keep_packed=keeps_packed(config),
+                quantize=config.quantize,
+                on_progress=loading.update,
+            )
+    engine = _engine(checkpoint, models, weights, config, tokenizer)
+    on_loaded(engine)
+    if config.warm_up:
+        with tqdm(total=engine.num_programs, desc="compiling", **bar) as compiling:
+
+            def done(program: str) -> None:
+                compiling.set_postfix_str(program, refresh=False)
+                compiling.update()
+
+            engine.warm_up(done)
+    peers.ready()
+    return engine, checkpoint.generation
+
+
+def _on_meshes(
+    model: FunctionalModel, config: EngineConfig, peers: Peers
+) -> list[FunctionalModel] | list[ShardedModel]:
+    """The model by `config.mesh`, one a replica; an encoder, which has one device, as it is.
+    `ConfigError` names what does not divide, or is not for encoders, before a weight is read."""
+    if not isinstance(model.config, EncoderConfig):
+        return sharded_replicas(model, config, peers)
+    check_config(config)
+    if peers.num_processes > 1:
+        raise ConfigError(
+            f"{peers.num_processes} processes, and an encoder runs in one: start each alone, a "
+            "process a device"
+        )
+    return [model]
+
+
+def _tokenizer_if_any(checkpoint: Checkpoint) -> Tokenizer | None:
+    """Where weights are random, text is not needed."""
+    try:
+        return checkpoint.tokenizer()
+    except CheckpointError as error:
+        logging.warning("prompts can be given as token ids alone: %s", error)
+        return None
+
+
+def _engine(
+    checkpoint: Checkpoint,
+    models: list[FunctionalModel] | list[ShardedModel],
+    weights: Weights,
+    config: EngineConfig,
+    tokenizer: Tokenizer | None,
+) -> Engine | Replicas | Embedder:
+    model = models[0]
+    if isinstance(model, FunctionalModel):
+        options = sentence_options(checkpoint)
+        return Embedder(model, weights, config, options, tokenizer=tokenizer, name=checkpoint.name)
+    eos_token_ids = checkpoint.generation.eos_token_ids or (
+        tokenizer.eos_token_ids if tokenizer is not None else ()
+    )
+    return engine_over(
+        cast("list[ShardedModel]", models),
+        weights,
+        config,
+        tokenizer=tokenizer,
+        eos_token_ids=eos_token_ids,
+        name=checkpoint.name,
+    )

@@ -1,0 +1,1 @@
+"""The `jaxinfer` command: one file for each subcommand."""

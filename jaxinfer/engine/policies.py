@@ -1,0 +1,86 @@
+"""Scheduling policies: in which order requests are served, and when new ones may join.
+
+A policy is a small object; `POLICIES` is the registry. Preemption takes the running request that
+the order puts last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from jaxinfer.engine.request import Request
+
+
+class Policy(Protocol):
+    def order(self, request: Request) -> tuple[int, ...]:
+        """Sort key: the smallest is served first and preempted last."""
+        ...
+
+    def may_admit(self, num_running: int) -> bool:
+        """Whether a waiting request may join now."""
+        ...
+
+    def admitted(self) -> None:
+        """A waiting request has joined."""
+        ...
+
+    def planned(self, num_waiting: int) -> None:
+        """A step has been planned and leaves so many waiting."""
+        ...
+
+
+class FirstCome:
+    """Continuous batching in order of arrival."""
+
+    def __init__(self, max_rows: int):
+        self.max_rows = max_rows
+
+    def order(self, request: Request) -> tuple[int, ...]:
+        return (request.arrival,)
+
+    def may_admit(self, num_running: int) -> bool:
+        return True
+
+    def admitted(self) -> None:
+        pass
+
+    def planned(self, num_waiting: int) -> None:
+        pass
+
+
+class Priority(FirstCome):
+    """Continuous batching by `priority` (smaller first), then arrival."""
+
+    def order(self, request: Request) -> tuple[int, ...]:
+        return (request.priority, request.arrival)
+
+
+class Static(FirstCome):
+    """Static batching, the baseline: a batch fills up, closes, and runs until its last one ends.
+
+    It closes with `max_rows` members, or when nothing is left waiting.
+    """
+
+    def __init__(self, max_rows: int):
+        super().__init__(max_rows)
+        self._room = max_rows
+
+    def may_admit(self, num_running: int) -> bool:
+        if num_running == 0:
+            self._room = self.max_rows
+        return self._room > 0
+
+    def admitted(self) -> None:
+        self._room -= 1
+
+    def planned(self, num_waiting: int) -> None:
+        if num_waiting == 0:
+            self._room = 0
+
+
+POLICIES: Mapping[str, Callable[[int], Policy]] = {
+    "first_come": FirstCome,
+    "priority": Priority,
+    "static": Static,
+}

@@ -1,0 +1,116 @@
+"""From a plan to what the device gets: one packed int32 buffer a step. numpy only.
+
+A step's input carries the ragged layout, the token ids that the device does not know yet, and the
+changes of page tables: O(tokens) bytes, never rows x table width (256 rows of 32k tokens in
+16-token pages would be 2 MB of table a step).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxinfer.engine.request import Request
+from jaxinfer.engine.scheduler import Plan, Row
+
+ON_DEVICE = -1  # token id: take the slot's last sampled token
+
+
+class StepShape(NamedTuple):
+    """The static sizes of a step: a bucket of T tokens, its rows, its changed table entries."""
+
+    num_tokens: int  # T
+    num_rows: int  # R: a row has at least one token
+    num_entries: int  # a row of n tokens takes at most 1 + (n - 1) // B new pages
+
+    @classmethod
+    def of_bucket(cls, num_tokens: int, max_rows: int, page_size: int) -> StepShape:
+        num_rows = min(num_tokens, max_rows)
+        return cls(num_tokens, num_rows, num_rows + num_tokens // page_size)
+
+
+class StepInputs(NamedTuple):
+    """The sections of the packed buffer: numpy on the host, traced arrays in the step."""
+
+    token_ids: Any  # [T], ON_DEVICE where the slot's last token is meant
+    target_ids: Any  # [T] the token that follows, for prompt log-probabilities
+    q_start: Any  # [R+1]
+    kv_len: Any  # [R]
+    row_slot: Any  # [R]
+    is_sampled: Any  # [R]
+    write_from: Any  # [R] positions before it are in shared pages already
+    rope_len: Any  # [R]: the prompt's length, or what `Scheduler.restart_len` made of it
+    entry_slot: Any  # [entries], past the last slot: no entry
+    entry_index: Any  # [entries]
+    entry_page: Any  # [entries]
+    wants_prompt_logprobs: Any  # [1]
+
+
+def _sizes(shape: StepShape) -> StepInputs:
+    T, R, entries = shape
+    return StepInputs(T, T, R + 1, R, R, R, R, R, entries, entries, entries, 1)  # type: ignore[arg-type]
+
+
+def packed_size(shape: StepShape) -> int:
+    return sum(_sizes(shape))  # type: ignore[arg-type]
+
+
+def unpack(packed, shape: StepShape) -> StepInputs:
+    """Views of the buffer's sections; works on numpy and on traced arrays."""
+    sections, at = [], 0
+    for size in _sizes(shape):
+        sections.append(packed[at : at + size])
+        at += size
+    return StepInputs(*sections)
+
+
+def build(plan: Plan, shape: StepShape, num_slots: int) -> np.ndarray:
+    """The packed int32 buffer of `plan`; its rows and tokens must fit `shape`. A plan of no rows is
+    a tick in which nothing enters a pipeline."""
+    packed = np.zeros(packed_size(shape), np.int32)
+    inputs = unpack(packed, shape)
+    rows, num_rows = plan.rows, len(plan.rows)
+    assert num_rows <= shape.num_rows and len(plan.entries) <= shape.num_entries
+    inputs.entry_slot[:] = num_slots
+    if not rows:
+        return packed
+
+    requests, slots, starts, num_tokens, is_sampled = zip(*rows, strict=True)
+    inputs.row_slot[:num_rows] = slots
+    inputs.is_sampled[:num_rows] = is_sampled
+    inputs.write_from[:num_rows] = [request.num_shared for request in requests]
+    inputs.rope_len[:num_rows] = [request.rope_len for request in requests]
+    inputs.kv_len[:num_rows] = starts
+    inputs.kv_len[:num_rows] += np.asarray(num_tokens, np.int32)
+    np.cumsum(num_tokens, out=inputs.q_start[1 : num_rows + 1])
+    inputs.q_start[num_rows + 1 :] = inputs.q_start[num_rows]
+
+    num_decodes = num_tokens.count(1)  # they come first
+    decodes = zip(requests[:num_decodes], starts, strict=False)
+    inputs.token_ids[:num_decodes] = [request.token_id(at, ON_DEVICE) for request, at in decodes]
+    for i in range(num_decodes, num_rows):
+        row, at = rows[i], inputs.q_start[i]
+        ids = row.request.token_ids(row.start, row.start + row.num_tokens)
+        inputs.token_ids[at : at + len(ids)] = ids
+        inputs.token_ids[at + len(ids) : at + row.num_tokens] = ON_DEVICE
+
+    if plan.entries:
+        entries = np.asarray(plan.entries, np.int32).T
+        for section, values in zip(
+            (inputs.entry_slot, inputs.entry_index, inputs.entry_page), entries, strict=True
+        ):
+            section[: len(plan.entries)] = values
+
+    asking = [i for i, r in enumerate(requests) if r.params.prompt_logprobs is not None]
+    if asking:
+        inputs.wants_prompt_logprobs[0] = 1
+        for i in asking:
+            targets = _targets(rows[i].request, rows[i])
+            inputs.target_ids[inputs.q_start[i] : inputs.q_start[i] + len(targets)] = targets
+    return packed
+
+
+def _targets(request: Request, row: Row) -> list[int]:
+    """The prompt tokens that follow the row's tokens; shorter where the prompt ends."""
+    return request.prompt_token_ids[row.start + 1 : row.start + 1 + row.num_tokens]

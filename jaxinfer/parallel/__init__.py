@@ -1,0 +1,1 @@
+"""Several devices: sharded models, pipelines, replicas, and engines over several hosts."""

@@ -1,0 +1,284 @@
+"""Replicas: several engines over one model, each on devices of its own, as one engine.
+
+    add      the engine with the fewest tokens ahead of the request takes it (`routing.py`)
+    step     begin one on every engine, then end those that the devices are done with
+
+Engines share nothing: each has its scheduler, its pages and its prefix cache. A request stays where
+it was put, and yields the tokens that it would alone: seeds are drawn here, in the order of `add`,
+as one engine draws them. Priorities order the requests of one replica.
+
+An engine begins step N + 1 before it ends, that is reads, step N. So its devices have a step to go
+on with while the host serves other engines: with h seconds of the host and d of the device a step,
+n engines take max(d, n * h) for a step each. Where no step is done, the one with the fewest tokens
+is waited for: it is the shortest, so the others' devices do not run dry meanwhile. And a long chunk
+of a prompt on one replica holds up no decode on another; in rounds of all, each step would take as
+long as the longest. Without `overlap` a step takes max(d + h, n * h).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+from jaxinfer.config import EngineConfig
+from jaxinfer.engine.admission import Admissible, check_ids
+from jaxinfer.engine.engine import Engine, Update
+from jaxinfer.engine.request import FinishReason, Request, new_id, sample_ids
+from jaxinfer.engine.stats import EngineStats, StepStats
+from jaxinfer.loading.placement import tree_shardings
+from jaxinfer.models.functional import Weights
+from jaxinfer.parallel.routing import Router
+from jaxinfer.parallel.sharded_model import ShardedModel
+from jaxinfer.sampling.params import SamplingParams
+
+
+class Replicas:
+    """`engines`, of the same model and config, behind the methods of one `Engine`.
+
+    What the smallest of their pools can hold is what a request may ask for, wherever it goes. One
+    thread owns it, as an engine.
+    """
+
+    def __init__(self, engines: Sequence[Engine]):
+        self.engines = tuple(engines)
+        first = self.engines[0]
+        self.config = first.config
+        self.model = first.model
+        self.name = first.name
+        self.tokenizer = first.tokenizer
+        self.eos_token_ids = first.eos_token_ids
+        self.max_len = first.max_len
+        smallest = min(engine.limits.num_pages for engine in self.engines)
+        self.limits = first.limits._replace(num_pages=smallest)
+        for engine in self.engines:
+            engine.limits = self.limits
+        self.last_step = StepStats()
+        self._router = Router(len(self.engines))
+        self._done: list[int] | None = None  # what running requests have done; None: to be counted
+        self._requests: dict[str, Request] = {}  # those whose end has not been told
+        self._unreported: list[Update] = []  # of a round in which a replica failed
+        self._num_added = 0
+        self._seeds = random.Random(self.config.seed)
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether a further `step` will bring something."""
+        return bool(self._unreported) or any(engine.has_requests for engine in self.engines)
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that have not ended."""
+        return sum(engine.num_requests for engine in self.engines)
+
+    @property
+    def stats(self) -> EngineStats:
+        """The sums over all replicas: an immutable snapshot, as an engine's.
+
+        Its last step is the last round: rows and tokens of all, seconds by the clock.
+        """
+        all_stats = [engine.stats for engine in self.engines]
+        names = [name for name in EngineStats._fields if name != "last_step"]
+        sums = {name: sum(getattr(stats, name) for stats in all_stats) for name in names}
+        return EngineStats(**sums, last_step=self.last_step)
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens handed out since the start."""
+        return sum(engine.num_generated for engine in self.engines)
+
+    @property
+    def loads(self) -> list[int]:
+        """Tokens ahead of each replica, as `routing.py` counts them."""
+        return self._router.loads(self._progress())
+
+    @property
+    def weights(self) -> Weights:
+        """As they lie on the first replica's devices."""
+        return self.engines[0].weights
+
+    @property
+    def num_programs(self) -> int:
+        """That `warm_up` compiles: each replica's, since a program is compiled for its devices."""
+        return sum(engine.num_programs for engine in self.engines)
+
+    def warm_up(self, on_progress: Callable[[str], None] = lambda program: None) -> None:
+        """Compile every program that serving needs; `on_progress` gets the name of each one done.
+
+        One replica after the other: on a GPU the second one's come from the compilation cache.
+        """
+        for number, engine in enumerate(self.engines):
+            engine.warm_up(lambda program, n=number: on_progress(f"{program}, replica {n}"))
+
+    def add(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> list[Request]:
+        """`Engine.add`, on the replica with the fewest tokens ahead; all samples of a prompt go to
+        one, where they share its pages."""
+        params = params or SamplingParams()
+        base_id = request_id if request_id is not None else new_id(self._num_added, self._requests)
+        check_ids(sample_ids(base_id, params.n), self._requests)
+        max_len, _ = self.check(prompt_token_ids, params, priority=priority)
+        if params.seed is None:
+            params = dataclasses.replace(params, seed=self._seeds.getrandbits(32))
+        prompt_lens = self._prompt_lens(prompt_token_ids, params, max_len, cache_salt)
+        number = self._router.choose([params.n * n for n in prompt_lens], self._progress())
+        requests = self.engines[number].add(
+            prompt_token_ids,
+            params,
+            request_id=base_id,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        for request in requests:
+            self._num_added += 1
+            self._requests[request.id] = request
+            self._router.take(
+                request,
+                number,
+                prompt_len=prompt_lens[number],
+                most_output=max_len - request.prompt_len,
+            )
+        return requests
+
+    def check(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, *, priority: int = 0
+    ) -> Admissible:
+        """Raise the `InvalidRequestError` that `add` would, but for a request id in use.
+
+        Nothing is queued; any thread may call this.
+        """
+        return self.engines[0].check(prompt_token_ids, params, priority=priority)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request now; its pages are free at once. False if it is unknown or has ended."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        number = self._router.replica_of(request)
+        assert number is not None
+        is_ended = self.engines[number].abort(request_id)
+        self._end(request)
+        return is_ended
+
+    def clear_prefix_cache(self) -> None:
+        """Forget which prefixes the pages hold; running requests go on, and share nothing more."""
+        for engine in self.engines:
+            engine.clear_prefix_cache()
+
+    def step(self) -> list[Update]:
+        """Begin a step of every replica that has requests; end those that are done, or one that
+        will be soon. What came of it, one update a request.
+
+        An exception of one replica leaves it sound (`Engine.step`) and holds up no other: what they
+        bring in this round comes with the next step. Ctrl-C ends the round where it is.
+        """
+        start = time.perf_counter()
+        self._done = None
+        errors: list[Exception] = []
+        ended: list[StepStats] = []
+        begun: list[Engine] = []
+        for engine in self.engines:
+            if engine.has_requests:
+                with _kept(errors):
+                    engine.begin_step()
+                    begun.append(engine)
+        for engine in _due(begun):
+            with _kept(errors):
+                self._unreported += engine.end_step()
+                ended.append(engine.last_step)
+        if errors:
+            raise errors[0] if len(errors) == 1 else ExceptionGroup("replicas failed", errors)
+        updates, self._unreported = self._unreported, []
+        for update in updates:
+            if update.finish_reason is not None:
+                self._end(update.request)
+        self.last_step = StepStats(
+            sum(step.num_rows for step in ended),
+            sum(step.num_tokens for step in ended),
+            time.perf_counter() - start,
+            sum(step.wait_s for step in ended),
+        )
+        return updates
+
+    def _prompt_lens(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, max_len: int, salt: str
+    ) -> list[int]:
+        """Tokens of the prompt that each replica would compute; the last one always is."""
+        num_tokens = len(prompt_token_ids)
+        root = self.engines[0].cache_root(params, max_len, salt)
+        if root is None:
+            return [num_tokens] * len(self.engines)
+        cached = [e.pool.num_cached_prefix(root, prompt_token_ids) for e in self.engines]
+        return [max(num_tokens - n, 1) for n in cached]
+
+    def _progress(self) -> list[int]:
+        """What the running requests of each replica have done; counted once a step."""
+        if self._done is None:
+            self._done = [
+                sum(
+                    self._router.done(r, r.num_remaining, r.num_known - r.prompt_len)
+                    for r in engine.scheduler.running
+                )
+                for engine in self.engines
+            ]
+        return self._done
+
+    def _end(self, request: Request) -> None:
+        """Forget a request, if it is still known: another may have its id by now."""
+        if self._requests.get(request.id) is not request:
+            return
+        del self._requests[request.id]
+        is_whole = request.finish_reason not in (None, FinishReason.ABORT)
+        self._router.end(request, len(request.output_token_ids) if is_whole else None)
+        self._done = None
+
+
+@contextlib.contextmanager
+def _kept(errors: list[Exception]) -> Iterator[None]:
+    """An exception ends the block and is added to them."""
+    try:
+        yield
+    except Exception as error:
+        errors.append(error)
+
+
+def _due(begun: list[Engine]) -> list[Engine]:
+    """Those that need not wait for their devices; if there are none, the one with the least to
+    wait for."""
+    ready = [engine for engine in begun if not engine.num_awaited]
+    return ready or sorted(begun, key=lambda engine: engine.num_awaited)[:1]
+
+
+def engine_over(
+    models: Sequence[ShardedModel], weights: Weights, config: EngineConfig, **named: Any
+) -> Engine | Replicas:
+    """An engine on each model's mesh, as one. `weights` lie on the first one's, and are copied from
+    there; `named` as for `Engine`."""
+    engines = [Engine(models[0], weights, config, **named)]
+    for model in models[1:]:
+        engines.append(Engine(model, _copied(weights, model), config, **named))
+    return Replicas(engines) if len(engines) > 1 else engines[0]
+
+
+def _copied(weights: Weights, model: ShardedModel) -> Weights:
+    return tuple(
+        jax.device_put(weight, tree_shardings(weight, spec, model.shardings[spec.path]))
+        for weight, spec in zip(weights, model.parameters, strict=True)
+    )
+
+
+def replicas_of(engine: Engine | Replicas) -> tuple[Engine, ...]:
+    """Those it is made of; an engine is its own only one."""
+    return engine.engines if isinstance(engine, Replicas) else (engine,)

@@ -1,0 +1,272 @@
+"""A model on a mesh: what each device computes with, and how weights, pages and state lie.
+
+A step is one program that all devices run on their own parts (`jax.shard_map`, manual over every
+axis). `ShardedModel.local` is the model of such a part: the layers of one stage, built with the
+layout, so that every parameter has one device's dimensions. Without a mesh it is the model itself.
+
+Three things make a model splittable that is not so by itself. KV heads fewer than the parts that
+heads are split into are repeated, so that each part has those that its heads read, and the pool of
+pages splits with its heads. Stages hold the same arrays, stacked: parameter `blocks.l.x` is
+[S, ...], stage s's layer `s * L / S + l`. And of a page each device of `seq` has its cells.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxinfer.config import EngineConfig, MeshConfig
+from jaxinfer.execution.kv_cache import CacheShape, cells_of_part
+from jaxinfer.loading.splitting import Unpackable, place_whole
+from jaxinfer.loading.targets import targets_of
+from jaxinfer.models.functional import FunctionalModel, ParameterSpec, Weights
+from jaxinfer.options import ConfigError
+from jaxinfer.parallel.hosts.facts import check_mesh
+from jaxinfer.parallel.hosts.peers import ALONE, Peers
+from jaxinfer.sharding.mesh import MeshError, device_groups, divisors, would_do
+from jaxinfer.sharding.products import least_overlapped
+from jaxinfer.sharding.rules import ONE_DEVICE, Layout
+
+BLOCKS = "blocks"
+NOTHING = PartitionSpec()  # split over no axis: the same on every device
+
+
+class Source(NamedTuple):
+    """Where a parameter's array comes from: the parameters of the model on one device, one a stage
+    if they are stacked, and the number of KV heads that its own are repeated to."""
+
+    paths: tuple[str, ...]
+    is_stacked: bool
+    num_kv_heads: int | None  # None: it has none, or as many as the model
+
+
+def layout_of(mesh: MeshConfig) -> Layout:
+    """`MeshError` for options that do not go together, also where there is nothing to split."""
+    layout = Layout.of(
+        mesh.sizes,
+        whole=frozenset(mesh.whole),
+        all_reduce=mesh.all_reduce,
+        overlaps=mesh.overlap,
+    )
+    return ONE_DEVICE if layout.num_devices == 1 else layout
+
+
+class ShardedModel:
+    """`model` by `layout` over `mesh`, whose devices `peers` have among them. Raises `MeshError`
+    for a model that does not divide so."""
+
+    def __init__(
+        self,
+        model: FunctionalModel,
+        layout: Layout = ONE_DEVICE,
+        mesh: Mesh | None = None,
+        peers: Peers = ALONE,
+    ):
+        self.model = model
+        self.peers = peers
+        self.layout = layout
+        self.mesh = mesh
+        self.num_stages = layout.size("pipe")
+        self.local = self._local()
+        if self.num_stages > 1:
+            self._check_stages()
+        given = {spec.path: spec for spec in model.parameters}
+        self.sources = tuple(self._source(spec, given) for spec in self.local.parameters)
+        self.parameters = tuple(
+            self._parameter(source, given, local.path)
+            for source, local in zip(self.sources, self.local.parameters, strict=True)
+        )
+
+    @property
+    def shardings(self) -> dict[str, NamedSharding]:
+        """Of each parameter's array, by its path; on a mesh alone."""
+        assert self.mesh is not None
+        return {
+            spec.path: NamedSharding(self.mesh, self.layout.spec(spec.array_axes))
+            for spec in self.parameters
+        }
+
+    @property
+    def cache(self) -> CacheShape:
+        """What one device stores of a token whose cell it holds."""
+        shape = self.local.config.cache
+        return shape._replace(num_kv_heads=shape.num_kv_heads // self._kv_parts())
+
+    @property
+    def page_spec(self) -> tuple[PartitionSpec, PartitionSpec]:
+        """Of a layer's pages [P, K, rows, lanes] and of their scales [P, K, B]: over stages each
+        has its own P pages, end to end."""
+        heads = self.layout.axes("kv_heads") if self._kv_parts() > 1 else ()
+        axes = (self.layout.axes("stage"), heads, self.layout.axes("cell"))
+        split = tuple(axis or None for axis in axes)
+        return PartitionSpec(*split, None), PartitionSpec(*split)
+
+    def place(self, weights: Weights) -> Weights:
+        """The weights of `model`, whole on this process, as they lie on the mesh."""
+        if self.mesh is None:
+            return weights
+        by_path = {s.path: w for s, w in zip(self.model.parameters, weights, strict=True)}
+        placed = []
+        for target in targets_of(self):
+            of_source = lambda i, target=target: by_path[target.sources[i].path]
+            try:
+                placed.append(place_whole(target, of_source))
+            except Unpackable as why:
+                raise ConfigError(
+                    f"{target.spec.path} is quantized, and cannot be on this mesh: {why}; load its "
+                    "numbers (load_weights of the ShardedModel dequantizes what it has to)"
+                ) from why
+        return tuple(placed)
+
+    def _local(self) -> FunctionalModel:
+        model, layout, S = self.model, self.layout, self.num_stages
+        if self.mesh is None:
+            return model
+        config, changes = model.config, {}
+        if config.num_layers % S:
+            raise MeshError(
+                f"the model has {config.num_layers} layers, which pipe {S} does not divide; "
+                f"{would_do(divisors(config.num_layers))}"
+            )
+        if S > 1:
+            changes["num_layers"] = config.num_layers // S
+        if self._repeats_kv_heads():
+            changes["num_kv_heads"] = self._num_kv_heads()
+        numerics = dataclasses.replace(model.numerics, layout=layout)
+        config = dataclasses.replace(config, **changes) if changes else config
+        return FunctionalModel(model.family, config, numerics)
+
+    @property
+    def _is_latent(self) -> bool:
+        """Whether all heads read one key, which every device holds."""
+        return getattr(self.model.config, "latent", None) is not None
+
+    def _repeats_kv_heads(self) -> bool:
+        """GPT-like models have as many as heads."""
+        return hasattr(self.model.config, "num_kv_heads") and not self._is_latent
+
+    def _num_kv_heads(self) -> int:
+        """So many that they divide as the heads do: each part's heads, in runs that read one KV
+        head, get one a run."""
+        config, parts = self.model.config, self.layout.parts("heads")
+        if parts != self.layout.parts("kv_heads"):
+            raise MeshError("heads and kv_heads are split together: name both in mesh.whole")
+        self.layout.local((config.num_heads,), ("heads",), "attention")
+        group = config.num_heads // config.num_kv_heads
+        return config.num_heads // math.gcd(group, config.num_heads // parts)
+
+    def _kv_parts(self) -> int:
+        return 1 if self._is_latent else self.layout.parts("kv_heads")
+
+    def _source(self, local: ParameterSpec, given: dict[str, ParameterSpec]) -> Source:
+        paths = (local.path,)
+        head, _, rest = local.path.partition(".")
+        is_stacked = self.num_stages > 1 and head == BLOCKS
+        if is_stacked:
+            index, _, rest = rest.partition(".")
+            per_stage = self.local.config.num_layers
+            paths = tuple(
+                f"{BLOCKS}.{stage * per_stage + int(index)}.{rest}"
+                for stage in range(self.num_stages)
+            )
+        has_kv_heads = "kv_heads" in given[paths[0]].axes and self._repeats_kv_heads()
+        wanted = self.local.config.num_kv_heads if has_kv_heads else None
+        is_same = wanted == getattr(self.model.config, "num_kv_heads", None)
+        return Source(paths, is_stacked, None if is_same else wanted)
+
+    def _parameter(
+        self, source: Source, given: dict[str, ParameterSpec], path: str
+    ) -> ParameterSpec:
+        spec, held = given[source.paths[0]], source.num_kv_heads
+        if held is not None:
+            own = self.model.config.num_kv_heads
+            longer = lambda sizes, axes: tuple(
+                n * held // own if axis == "kv_heads" else n
+                for n, axis in zip(sizes, axes, strict=True)
+            )
+            shape, dims = longer(spec.shape, spec.array_axes), longer(spec.dims, spec.axes)
+            spec = dataclasses.replace(spec, shape=shape, dims=dims)
+        if source.is_stacked:
+            S = self.num_stages
+            shape, dims = (S, *spec.shape), (S, *spec.dims)
+            spec = dataclasses.replace(spec, shape=shape, dims=dims, axes=("stage", *spec.axes))
+        return dataclasses.replace(spec, path=path)
+
+    def _check_stages(self) -> None:
+        """Stages run one program: each layer must be built as those it is stacked with."""
+        model, num_layers = self.model, self.model.config.num_layers
+        abstract: Any = nnx.eval_shape(lambda: model.family.build(model.config, model.numerics))
+        of_layer: Callable[[int], Any] = getattr(model.config, "layer", lambda index: None)
+        built = [(nnx.split(abstract.blocks[i])[0], of_layer(i)) for i in range(num_layers)]
+
+        def odd_one(per_stage: int) -> int | None:
+            unlike = (i for i in range(num_layers) if built[i] != built[i % per_stage])
+            return next(unlike, None)
+
+        per_stage = self.local.config.num_layers
+        if (index := odd_one(per_stage)) is None:
+            return
+        fitting = [n for n in divisors(num_layers) if odd_one(num_layers // n) is None]
+        raise MeshError(
+            f"pipe is {self.num_stages}, so that layer {index} is stacked with layer "
+            f"{index % per_stage}, but they are built differently (another window, RoPE, MLP or "
+            f"norm); {would_do(fitting)}"
+        )
+
+
+def sharded_for(model: FunctionalModel, config: EngineConfig) -> ShardedModel:
+    """`model` as `config.mesh` says, over this process's devices; `ConfigError` where that does not
+    fit them or it, or asks for replicas: those are several engines
+    (`jaxinfer.parallel.replicas`)."""
+    if config.mesh.data > 1:
+        raise ConfigError(f"mesh.data is {config.mesh.data}: an engine is one replica of them")
+    return sharded_replicas(model, config)[0]
+
+
+def sharded_replicas(
+    model: FunctionalModel, config: EngineConfig, peers: Peers = ALONE
+) -> list[ShardedModel]:
+    """`model` for each of `config.mesh.data` engines, on devices of its own; over many hosts there
+    is one, on all devices."""
+    check_mesh(config, peers)
+    try:
+        layout = layout_of(config.mesh)
+        cells_of_part(config.cache.page_size, layout)
+        check_overlap(config, layout)
+        if config.mesh.num_devices == 1:
+            return [ShardedModel(model, layout)]
+        meshes = device_groups(config.mesh.sizes)
+        return [ShardedModel(model, layout, mesh, peers) for mesh in meshes]
+    except MeshError as error:
+        raise ConfigError(str(error)) from error
+
+
+def check_overlap(config: EngineConfig, layout: Layout) -> None:
+    """`MeshError` where even the largest step would have nothing to overlap."""
+    largest, n = config.buckets[-1], layout.parts("ffn")
+    is_array = config.quantize is None
+    least = least_overlapped(n, is_array=is_array, in_order=config.batch_invariant)
+    if not layout.overlaps or largest >= least:
+        return
+    which = "on a GPU" if is_array else f"of {config.quantize} weights"
+    how, way = f"only in steps of {least:g} tokens", f"set scheduler.max_tokens to {least:g}"
+    if least == math.inf:
+        how, way = "never with batch_invariant", "leave that out"
+    raise MeshError(
+        f"mesh.overlap is true, but products {which} are made in parts {how} over {n} devices, and "
+        f"the largest step has {largest}: {way}, or leave mesh.overlap out"
+    )
+
+
+def unstacked(weights: Sequence[Any], model: ShardedModel) -> Weights:
+    """Inside `shard_map`: the parts of one device as the weights of `model.local`."""
+    return tuple(
+        jax.tree.map(lambda a: a[0], weight) if source.is_stacked else weight
+        for weight, source in zip(weights, model.sources, strict=True)
+    )

@@ -1,0 +1,1 @@
+"""Sampling: parameters of a request, their slots on the device, and the draw."""

@@ -1,0 +1,1 @@
+"""Text: tokenizers, incremental detokenization, chat templates."""

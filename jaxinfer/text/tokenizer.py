@@ -1,0 +1,185 @@
+"""Text to token ids and back.
+
+Encoding is the `tokenizers` or the `sentencepiece` library's. Decoding is a definition of our own,
+so that a stream can be decoded token by token and come out equal: every token stands for fixed
+bytes, and for others where it is the first of a text (a SentencePiece drops its leading space
+there, a WordPiece has none before it). Text is the UTF-8 reading of their concatenation, U+FFFD
+for what is not UTF-8. That is what `tokenizers` gives, save for one detail: its byte-fallback
+decoder replaces every byte of a run that holds a stray one, this one only the stray bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Protocol
+
+from jaxinfer.text.chat_template import ChatTemplate
+
+
+class Encoding(Protocol):
+    """The result of encoding a text."""
+
+    @property
+    def ids(self) -> list[int]: ...
+
+
+class Backend(Protocol):
+    """What encodes: `tokenizers.Tokenizer`, or a class that answers like it."""
+
+    def encode(self, sequence: str, /, *, add_special_tokens: bool = True) -> Encoding: ...
+
+    def token_to_id(self, token: str, /) -> int | None: ...
+
+    def id_to_token(self, id: int, /) -> str | None: ...
+
+
+class Tokenizer:
+    """One model's tokenizer, with its special tokens and its chat template.
+
+    `token_bytes[i]` are the bytes of token i, empty where the vocabulary has a hole, and
+    `first_bytes[i]` those it has as the first token of a text, where they differ. First is the
+    first token whose `token_bytes` are not empty; skipped special tokens do not count.
+    `prefix_ids` and `suffix_ids` go around each encoded text with special tokens, beside what the
+    backend's own post-processor adds.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        token_bytes: Sequence[bytes],
+        *,
+        special_token_ids: Iterable[int] = (),
+        eos_token_ids: Iterable[int] = (),
+        bos_token_id: int | None = None,
+        prefix_ids: Sequence[int] = (),
+        suffix_ids: Sequence[int] = (),
+        first_bytes: Mapping[int, bytes] | None = None,
+        chat_template: str | None = None,
+        named_special_tokens: Mapping[str, str] | None = None,
+    ) -> None:
+        self._backend = backend
+        self._token_bytes = tuple(token_bytes)
+        self._first_bytes = dict(first_bytes or {})
+        self.special_token_ids = frozenset(special_token_ids)
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.bos_token_id = bos_token_id
+        self._prefix_ids = list(prefix_ids)
+        self._suffix_ids = list(suffix_ids)
+        self._chat_template = None if chat_template is None else ChatTemplate(chat_template)
+        self._named_special_tokens = dict(named_special_tokens or {})
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token id; a model's embedding may be padded beyond it."""
+        return len(self._token_bytes)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._chat_template is not None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; special tokens written out in it become those tokens.
+
+        `add_special_tokens` adds what the model expects around a text, such as BOS. Bytes that
+        the vocabulary has no token for vanish, as they do in the reference tokenizers. `ValueError`
+        for a lone surrogate, which no UTF-8 text holds.
+        """
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"the text holds a lone surrogate {text[error.start]!r} at character "
+                f"{error.start}; it must be valid Unicode"
+            ) from error
+        ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return self._prefix_ids + ids + self._suffix_ids if add_special_tokens else ids
+
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of `ids`; ids beyond the vocabulary (padding of the embedding) are empty.
+
+        `ValueError` for a negative id.
+        """
+        parts: list[bytes] = []
+        is_first = self.first_differs
+        for token_id in ids:
+            data = self.bytes_of(token_id, skip_special_tokens=skip_special_tokens)
+            if is_first and data:
+                data, is_first = self.first_bytes_of(token_id), False
+            parts.append(data)
+        return b"".join(parts).decode("utf-8", "replace")
+
+    def bytes_of(self, token_id: int, *, skip_special_tokens: bool = True) -> bytes:
+        """The bytes that one token adds to a text that has begun."""
+        if token_id < 0:
+            raise ValueError(f"token id {token_id} is negative; ids are 0 to {self.vocab_size - 1}")
+        if token_id >= len(self._token_bytes):
+            return b""
+        if skip_special_tokens and token_id in self.special_token_ids:
+            return b""
+        return self._token_bytes[token_id]
+
+    @property
+    def first_differs(self) -> bool:
+        """Whether some token has other bytes as the first of a text."""
+        return bool(self._first_bytes)
+
+    def first_bytes_of(self, token_id: int) -> bytes:
+        """The bytes of a token that is the first of a text: not empty in `bytes_of`."""
+        return self._first_bytes.get(token_id, self._token_bytes[token_id])
+
+    def texts(self, *, skip_special_tokens: bool = True) -> Sequence[str | None]:
+        """Every token's text in a text that has begun; None where its bytes are not whole
+        characters. Made once."""
+        return self._texts if skip_special_tokens else self._texts_with_special
+
+    @cached_property
+    def _texts(self) -> list[str | None]:
+        special = self.special_token_ids
+        return ["" if i in special else text for i, text in enumerate(self._texts_with_special)]
+
+    @cached_property
+    def _texts_with_special(self) -> list[str | None]:
+        return [_whole_characters(data) for data in self._token_bytes]
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """The vocabulary's own spelling of a token, `None` if there is no such token."""
+        return self._backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of a token in the vocabulary's own spelling, `None` if there is none."""
+        return self._backend.token_to_id(token)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """The prompt that the model's chat template makes of `messages`.
+
+        `ValueError` if the model has no template, or the template or the messages are at fault.
+        """
+        if self._chat_template is None:
+            raise ValueError(
+                "this model has no chat template (a base model?); pass a prompt instead of messages"
+            )
+        return self._chat_template.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            special_tokens=self._named_special_tokens,
+            **variables,
+        )
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
+        """Token ids of the templated messages; the template writes the special tokens itself."""
+        prompt = self.apply_chat_template(messages, **variables)
+        return self.encode(prompt, add_special_tokens=False)
+
+
+def _whole_characters(data: bytes) -> str | None:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        return None

@@ -1,0 +1,1 @@
+"""Tools around the engine: planner, compile gate, tuner, device check, benchmarks, load client."""

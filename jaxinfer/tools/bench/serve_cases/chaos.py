@@ -1,0 +1,185 @@
+"""The serving case `chaos`: requests that end in every way a client can end them.
+
+Each request does one of `ACTIONS`, drawn by the seed, over one of the doors. What may come of it is
+known beforehand; anything else counts as a surprise. Afterwards nothing of all this may be left in
+the server: it runs with `check_every_step`, so it would have died had a page been lost on the way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxinfer.tools.bench.report import Measure
+from jaxinfer.tools.bench.serve_cases.latency import CaseOptions, doors, settle
+from jaxinfer.tools.bench.serve_cases.server import Server, running
+from jaxinfer.tools.load_client.http import HttpClient
+from jaxinfer.tools.load_client.load import Client, Target, opened, send_one
+from jaxinfer.tools.load_client.record import Record
+from jaxinfer.tools.load_client.workload import Job
+
+CLIENTS = 48
+# The server's own threads that come and go with load end after a while of quiet.
+QUIET_S = 45.0
+
+# What a request does, how often, and the errors (kinds of the client's, over HTTP and gRPC) that
+# may come of it beside an answer and a refusal for want of room.
+REFUSED = {"HTTP 429", "RESOURCE_EXHAUSTED"}
+LATE = {"HTTP 408", "in the stream: timeout_error", "DEADLINE_EXCEEDED"}
+ACTIONS: Mapping[str, tuple[float, set[str]]] = {
+    "wait for it": (0.3, set()),
+    "leave": (0.25, {"left"}),
+    "leave at once": (0.1, {"left"}),
+    "deadline": (0.15, LATE),
+    "do not read": (0.05, {"left"}),
+    "half a request": (0.05, {"left"}),
+    "wrong": (0.1, {"HTTP 400", "INVALID_ARGUMENT"}),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Prank:
+    """One request of the case."""
+
+    action: str
+    job: Job
+    after_s: float  # of a client that leaves
+    fields: Mapping[str, Any]
+
+
+def draw_pranks(options: CaseOptions, count: int, seed: int) -> list[Prank]:
+    """`count` of them, the same for the same seed."""
+    generator = np.random.default_rng([seed, 4])
+    names = list(ACTIONS)
+    weights = [ACTIONS[name][0] for name in names]
+    prompts = options.prompts(seed)
+    pranks = []
+    for index, choice in enumerate(generator.choice(len(names), count, p=weights)):
+        prompt = prompts.make(index, int(generator.integers(1, 200)))
+        job = Job(prompt, int(np.exp(generator.normal(np.log(16), 1)).clip(1, 200)))
+        fields: dict[str, Any] = {"temperature": float(generator.choice([0.0, 0.7, 1.3]))}
+        if generator.random() < 0.3:
+            fields |= {"seed": int(generator.integers(1, 2**31)), "top_p": 0.9}
+        if generator.random() < 0.2:
+            fields["n"] = int(generator.integers(2, 4))
+            fields["temperature"] = 1.0
+        if names[choice] == "deadline":
+            fields["timeout_s"] = float(generator.exponential(0.5))
+        elif names[choice] == "wrong":
+            fields |= {"temperature": -1.0} if generator.random() < 0.5 else {"top_p": 7.0}
+        after_s = float(generator.exponential(0.7))
+        pranks.append(Prank(names[choice], job, after_s, fields))
+    return pranks
+
+
+async def play(client: Client, target: Target, prank: Prank, timeout_s: float) -> str | None:
+    """Do it; the kind of error that came of it, or None for a whole answer."""
+    start = time.monotonic()
+    record = Record(0, 0.0)
+    clock = lambda: time.monotonic() - start
+    is_http = isinstance(client, HttpClient)
+    if is_http and prank.action in ("do not read", "half a request"):
+        return await _unread(client, target, prank)
+    fields = dict(prank.fields)
+    if not is_http and prank.action == "deadline" and prank.job.max_tokens % 2:
+        fields["deadline_s"] = fields.pop("timeout_s")  # the call's own, as often as the field
+    task = asyncio.create_task(send_one(client, prank.job, record, clock, timeout_s, fields))
+    if prank.action in ("leave", "leave at once", "do not read", "half a request"):
+        wait_s = 0.0 if prank.action == "leave at once" else prank.after_s
+        await asyncio.wait([task], timeout=wait_s)
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            return "left"
+    await task
+    return record.error
+
+
+async def _unread(client: HttpClient, target: Target, prank: Prank) -> str:
+    """Send a request, or half of it, read nothing, and close."""
+    request = client.request("POST", None, client.body(prank.job, prank.fields))
+    host, _, port = target.address.removeprefix("http://").partition(":")
+    _, writer = await asyncio.open_connection(host, int(port), limit=1)
+    writer.write(request if prank.action == "do not read" else request[: len(request) // 2])
+    await asyncio.sleep(prank.after_s)
+    writer.close()
+    await asyncio.gather(writer.wait_closed(), return_exceptions=True)
+    return "left"
+
+
+async def play_all(server: Server, options: CaseOptions, pranks: list[Prank]) -> list[str]:
+    """All of them over both doors in turn; what was surprising."""
+    surprises: list[str] = []
+    outcomes: collections.Counter[str] = collections.Counter()
+    targets = list(doors(server, ignore_eos=False).values())
+    async with opened(targets[0]) as http, opened(targets[1]) as grpc:
+        queue = enumerate(pranks)
+
+        async def work() -> None:
+            for index, prank in queue:
+                side = index % 2
+                client, target = (http, grpc)[side], targets[side]
+                error = await play(client, target, prank, options.timeout_s)
+                outcomes[error or "answered"] += 1
+                if error is None and prank.action != "wrong":
+                    continue
+                if error not in ACTIONS[prank.action][1] | REFUSED:
+                    surprises.append(f"{prank.action}: {error or 'answered'} ({target.api})")
+
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(CLIENTS):
+                tasks.create_task(work())
+    print("chaos: " + ", ".join(f"{count} {name}" for name, count in outcomes.most_common()))
+    return surprises
+
+
+def chaos(options: CaseOptions) -> list[Measure]:
+    """Random requests that are cancelled, cut, late or wrong; then nothing of them may be left."""
+    count = options.count(2000)
+    server = options.server("check_every_step=true")
+    with running(server):
+        warm_up = draw_pranks(options, max(2 * CLIENTS, count // 10), options.seed + 1)
+        asyncio.run(play_all(server, options, warm_up))
+        before = _left(server, None)
+        start = time.monotonic()
+        surprises = asyncio.run(
+            play_all(server, options, draw_pranks(options, count, options.seed))
+        )
+        print(f"chaos: {count} requests in {time.monotonic() - start:.1f} s")
+        after = _left(server, before)
+    for text, number in collections.Counter(surprises).most_common(10):
+        print(f"chaos, a surprise, {number} times: {text}")
+    measures = [("surprises", "requests", float(len(surprises)), 0.0)]
+    measures += [
+        (name, "left", value, 0.0 if name in ("under way", "pages owned") else before[name])
+        for name, value in after.items()
+    ]
+    return [
+        Measure(f"chaos: {name}", unit, [value], target=target, bound="at most")
+        for name, unit, value, target in measures
+    ]
+
+
+def _left(server: Server, before: Mapping[str, float] | None) -> dict[str, float]:
+    """What is in the server once it is idle; waits up to `QUIET_S` for no more than `before`."""
+    deadline = time.monotonic() + QUIET_S
+    while True:
+        metrics = settle(server)
+        pages = {s: metrics[f'jaxinfer_pages{{state="{s}"}}'] for s in ("free", "cached", "owned")}
+        left = {
+            "under way": metrics["jaxinfer_requests_under_way"],
+            "pages owned": pages["owned"],
+            "pages in all": pages["free"] + pages["cached"] + pages["owned"],
+            "threads": float(server.num_threads),
+            "open files": float(server.num_files),
+        }
+        is_less = before is not None and all(left[name] <= before[name] for name in left)
+        if is_less or time.monotonic() > deadline:
+            return left
+        time.sleep(0.5)

@@ -1,0 +1,173 @@
+"""The serving cases' common ground, and those that compare the server with the engine alone.
+
+Each starts a server for itself, with the options of the command line and those that it states.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxinfer.tools.bench.report import Measure
+from jaxinfer.tools.bench.serve_cases.server import Reference, Server, ServerError, running
+from jaxinfer.tools.load_client.load import Client, Target, load_target, opened, run_load
+from jaxinfer.tools.load_client.record import LoadResult
+from jaxinfer.tools.load_client.workload import Job, Lengths, PromptMaker, make_jobs
+
+CLIENTS = 16  # and rows of the engine
+LENGTHS = Lengths("uniform", (16, 64)), Lengths("uniform", (64, 192))  # prompts, outputs
+SETTLE_S = 30.0  # for a server to notice that everybody has left
+ADDED_MS = 10.0
+WARM_UP_TURNS = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class CaseOptions:
+    """How to run a case; `requests`, `repeats` and `minutes` set its size."""
+
+    model: str
+    preset: str | None
+    settings: Sequence[str]
+    requests: int | None
+    repeats: int
+    minutes: float
+    rate: float
+    vocab_size: int
+    seed: int
+    timeout_s: float
+
+    def count(self, usual: int) -> int:
+        return usual if self.requests is None else self.requests
+
+    def prompts(self, *path: int) -> PromptMaker:
+        """Prompts that no other `path` shares a prefix with."""
+        number = self.seed
+        for part in path:
+            number = number * 1009 + part + 1
+        return PromptMaker(number, self.vocab_size)
+
+    def server(self, *settings: str) -> Server:
+        """A server with these options and the case's own."""
+        settings = (*self.settings, f"scheduler.max_rows={CLIENTS}", *settings)
+        return Server(self.model, self.preset, settings, _log("server"))
+
+    def reference(self) -> Reference:
+        """The engine alone, with the same options."""
+        settings = (*self.settings, f"scheduler.max_rows={CLIENTS}")
+        return Reference(self.model, self.preset, settings, _log("reference"))
+
+
+def _log(name: str) -> Path:
+    return Path(tempfile.mkdtemp(prefix="bench_serve-")) / f"{name}.log"
+
+
+def doors(server: Server, **fields: object) -> dict[str, Target]:
+    """Both doors, greedy and to the full length."""
+    fields = {"temperature": 0, "ignore_eos": True} | fields
+    return {
+        "HTTP": Target("completions", server.http, server.model, fields=fields),
+        "gRPC": Target("grpc", server.grpc, fields=fields),
+    }
+
+
+def checked(result: LoadResult) -> LoadResult:
+    """The same; raises where a request was not answered whole."""
+    for record in result.records:
+        if record.error is not None:
+            raise ServerError(f"request {record.index}: {record.error}: {record.detail}")
+    return result
+
+
+def throughput(options: CaseOptions) -> list[Measure]:
+    """Tokens a second of 16 streaming clients, against `LLM.generate` with the same work.
+
+    A round is the reference, then HTTP, then gRPC: same lengths, fresh prompts.
+    """
+    rates: dict[str, list[float]] = {"LLM.generate": [], "HTTP": [], "gRPC": []}
+    shares: list[float] = []
+    count = options.count(64)
+    reference = options.reference()
+    with running(reference):
+        server = options.server()
+        with running(server):
+            for turn in range(options.repeats + 1):
+                number = min(count, 2 * CLIENTS) if turn == 0 else count
+                jobs = [
+                    make_jobs(options.prompts(turn, side), *LENGTHS, [None] * number, turn)
+                    for side in range(3)
+                ]
+                lens = [job.max_tokens for job in jobs[0]]
+                seconds = reference.generate([job.prompt for job in jobs[0]], lens)
+                found = {"LLM.generate": sum(lens) / seconds}
+                for (name, target), work in zip(doors(server).items(), jobs[1:], strict=True):
+                    load = load_target(target, work, timeout_s=options.timeout_s, clients=CLIENTS)
+                    result = checked(asyncio.run(load))
+                    found[name] = result.tokens_per_s
+                    shares += result.cpu_shares
+                if turn > 0:  # the first round warms both up
+                    for name, rate in found.items():
+                        rates[name].append(rate)
+    print(f"throughput: the client took {statistics.median(shares):.1%} of a core")
+    other = rates["LLM.generate"], "LLM.generate"
+    return [
+        Measure("throughput, HTTP", "tokens/s", rates["HTTP"], *other, 0.90),
+        Measure("throughput, gRPC", "tokens/s", rates["gRPC"], *other, 0.95),
+    ]
+
+
+def first_token(options: CaseOptions) -> list[Measure]:
+    """What the service adds to the first token of an idle engine; the sides take turns."""
+    times: dict[str, list[float]] = {"engine": [], "HTTP": [], "gRPC": []}
+    reference = options.reference()
+
+    async def turns(server: Server) -> None:
+        targets = doors(server)
+        async with opened(targets["HTTP"], 1) as http, opened(targets["gRPC"], 1) as grpc:
+            clients = {"HTTP": http, "gRPC": grpc}
+            for turn in range(WARM_UP_TURNS + options.count(60)):
+                prompts = [options.prompts(turn).make(side, 32) for side in range(3)]
+                found = {"engine": await asyncio.to_thread(reference.first_token, prompts[0])}
+                for (name, client), prompt in zip(clients.items(), prompts[1:], strict=True):
+                    found[name] = await _first_token(client, prompt, options.timeout_s)
+                if turn >= WARM_UP_TURNS:
+                    for name, seconds in found.items():
+                        times[name].append(seconds * 1e3)
+
+    with running(reference):
+        server = options.server()
+        with running(server):
+            asyncio.run(turns(server))
+    own = statistics.median(times["engine"])
+    measures = [Measure("first_token, engine", "ms", times["engine"], bound="at most")]
+    for name in ("HTTP", "gRPC"):
+        added = [time_ms - own for time_ms in times[name]]
+        measures.append(
+            Measure(f"first_token, {name} adds", "ms", added, target=ADDED_MS, bound="at most")
+        )
+    return measures
+
+
+async def _first_token(client: Client, prompt: str | list[int], timeout_s: float) -> float:
+    """Seconds to the first text; the server is idle before and after."""
+    load = run_load(client, [Job(prompt, 4)], timeout_s=timeout_s, clients=1)
+    [record] = checked(await load).records
+    await asyncio.sleep(0.02)  # the engine's last, surplus step
+    if record.ttft_s is None:
+        raise ServerError("an answer of 4 tokens had no text; choose another --seed")
+    return record.ttft_s
+
+
+def settle(server: Server) -> dict[str, float]:
+    """The server's metrics once nothing is under way in it, or as they are after `SETTLE_S`."""
+    deadline = time.monotonic() + SETTLE_S
+    while True:
+        metrics = server.metrics()
+        busy = metrics["jaxinfer_requests_under_way"] + metrics['jaxinfer_pages{state="owned"}']
+        if busy == 0 or time.monotonic() > deadline:
+            return metrics
+        time.sleep(0.1)

@@ -1,0 +1,1 @@
+"""The compile gate: every kernel and preset, compiled for chips that are not present."""

@@ -1,0 +1,72 @@
+"""The layers of a model as published, compiled for a target: whether every kernel takes its shapes.
+
+Of the step, what a family decides: embedding, layers, head. Sampling is the same for all, and the
+presets' steps have it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfer.execution import kv_cache
+from jaxinfer.execution.compile import compiler_options
+from jaxinfer.models import HF_FAMILIES
+from jaxinfer.models.functional import FunctionalModel
+from jaxinfer.nn.layers import Numerics
+from jaxinfer.tools.compile_gate.target import Chip
+from jaxinfer.tools.compile_gate.text import launches, parse
+
+# Decodes beside part of a prompt.
+NUM_TOKENS, NUM_ROWS = 64, 16
+PAGE_SIZE, NUM_PAGES, TABLE_WIDTH = 64, 64, 16
+
+
+@partial(jax.jit, static_argnames=("model",), donate_argnames=("pages",))
+def forward(weights, pages, token_ids, q_start, kv_len, page_table, *, model):
+    """Logits of the rows' last tokens, and the pages."""
+    batch = kv_cache.ragged_batch(
+        NUM_TOKENS,
+        q_start,
+        kv_len,
+        page_table,
+        kv_len,
+        jnp.zeros_like(kv_len),
+        page_size=PAGE_SIZE,
+        num_pages=NUM_PAGES,
+    )
+    decoder = model.merge(weights)
+    hidden, pages = decoder(token_ids, batch, pages)
+    return decoder.logits(hidden[jnp.maximum(q_start[1:] - 1, 0)]), pages
+
+
+def check_structure(chip: Chip, structure: Mapping[str, Any]) -> dict[str, Any]:
+    """Compile one small step of a table of `[structures]` in the matrix."""
+    config = {key: value for key, value in structure.items() if key != "like"}
+    family = HF_FAMILIES[config["model_type"]]
+    numerics = Numerics(np.dtype(jnp.bfloat16))
+    model = FunctionalModel(family, family.config_from_hf(config, {}), numerics)
+    with chip.in_use():
+        pages = jax.eval_shape(
+            lambda: kv_cache.allocate(
+                model.config.cache, num_pages=NUM_PAGES, page_size=PAGE_SIZE, dtype=numerics.dtype
+            )
+        )
+    weights = tuple(jax.ShapeDtypeStruct(p.shape, p.dtype) for p in model.parameters)
+    shapes = ((NUM_TOKENS,), (NUM_ROWS + 1,), (NUM_ROWS,), (NUM_ROWS, TABLE_WIDTH))
+    integers = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
+    arguments = chip.abstract((weights, pages, *integers))
+    compiled = chip.compile(forward, *arguments, options=compiler_options, model=model)
+    return {
+        "seconds": compiled.seconds,
+        "cpu_seconds": compiled.cpu_seconds,
+        "num_layers": model.config.num_layers,
+        "temporaries": compiled.memory()["temporaries"],
+        "launches": dataclasses.asdict(launches(parse(compiled.text))),
+    }

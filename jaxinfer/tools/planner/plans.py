@@ -1,0 +1,228 @@
+"""A plan: a model's step compiled for a target, whether it fits, and what it could do at best."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from jaxinfer.config import EngineConfig
+from jaxinfer.execution.memory import MemoryPlan
+from jaxinfer.options import ConfigError
+from jaxinfer.parallel.sharded_model import check_overlap, layout_of
+from jaxinfer.tools.compile_gate.collectives import collectives, find
+from jaxinfer.tools.compile_gate.steps import (
+    DEEP,
+    FEW_PAGES,
+    SHALLOW,
+    StepProgram,
+    memory_by_layers,
+    memory_of,
+)
+from jaxinfer.tools.compile_gate.target import Chip, Compiled
+from jaxinfer.tools.compile_gate.text import first_reason, parse
+from jaxinfer.tools.planner.models import Named
+from jaxinfer.tools.planner.options import show_mesh
+from jaxinfer.tools.planner.roofline import Bound, Load, Work, bound, link_seconds, work_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """What one device sends in one step, and how long that takes at the best."""
+
+    by_kind: Mapping[str, Mapping[str, float]]  # count, bytes of results, bytes that it sends
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class StepFigures:
+    """A step of some load; bytes and seconds are one device's."""
+
+    load: Load
+    bucket: int  # tokens that the step is compiled for
+    work: Work
+    traffic: Traffic
+    bound: Bound
+    # With a micro-batch in every stage: of all replicas, and of one.
+    tokens_per_second: float
+    tokens_per_second_a_replica: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What was found. `memory` is of the largest step on one device, by the compiler's account of
+    `layers_compiled` layers; empty, and no figures, where it gave none. Pages and rows are one
+    replica's."""
+
+    fits: bool
+    reason: str  # why it does not
+    layers_compiled: int
+    memory: Mapping[str, Any]
+    num_pages: int = 0
+    tokens_cached: int = 0
+    pages_from: str = ""  # `MemoryPlan.source`
+    rows: int = 0  # requests at the context, at once
+    decode: StepFigures | None = None
+    prefill: StepFigures | None = None
+
+
+def step_program(chip: Chip, model: Named, config: EngineConfig) -> StepProgram:
+    """What is planned; `MeshError` also for options that the engine would refuse on that chip."""
+    with chip.in_use():
+        check_overlap(config, layout_of(config.mesh))
+    return StepProgram(chip, model, config)
+
+
+def make_plan(program: StepProgram, context: int, *, is_whole: bool) -> Plan:
+    """Compile what a plan needs. A few layers of the largest step tell its temporaries, and so the
+    pages; with `is_whole` all of it is compiled then, with all those pages. Of the decode step two
+    depths tell what the other layers send."""
+    if program.weight_bytes > program.chip.target.limit_bytes:
+        return _too_heavy(program, is_whole=is_whole)
+    largest = program.config.buckets[-1]
+    part = program.with_layers(DEEP)
+    try:
+        compiled = _compile(part, largest, 1, "the largest step")
+    except jax.errors.JaxRuntimeError as error:
+        return Plan(False, first_reason(error), part.num_layers, {})
+    try:
+        pages, memory = memory_by_layers(program, part, compiled.memory())
+    except ConfigError as error:
+        return _refused(program, str(error))
+    layers = part.num_layers
+    if is_whole:
+        layers = program.num_layers
+        try:
+            compiled = _compile(program, largest, pages.num_pages, "the largest step")
+        except jax.errors.JaxRuntimeError as error:
+            return Plan(False, first_reason(error), layers, {})
+        memory = memory_of(program, pages, compiled.memory())
+    reason = "" if memory["fits"] else _too_much(memory["total"], memory["limit"])
+    rows = rows_at(program, pages, context)
+    if not reason and rows == 0:
+        weights, temporaries = (gigabytes(memory[name]) for name in ("weights", "temporaries"))
+        reason = (
+            f"a request of {context:,} tokens: beside {weights} of weights and {temporaries} of "
+            f"temporaries there is room for {pages.num_tokens:,} ({pages.source})"
+        )
+    counts = (pages.num_pages, pages.num_tokens, pages.source, rows)
+    plan = Plan(not reason, reason, layers, memory, *counts)
+    if reason:
+        return plan
+    decode = decode_load(program, rows, context)
+    chunk = Load(1, min(largest, context), context)
+    bucket = program.config.bucket_for(decode.num_tokens)
+    name = "the largest step"
+    of_chunk = traffic_of(program, compiled.text) if is_whole else _traffic(program, largest, name)
+    of_decode = of_chunk
+    if bucket != largest:
+        of_decode = _traffic(program, bucket, "the decode step")
+    return dataclasses.replace(
+        plan,
+        decode=figures(program, decode, of_decode, rows / program.model.num_stages),
+        prefill=figures(program, chunk, of_chunk, chunk.num_tokens),
+    )
+
+
+def _compile(program: StepProgram, bucket: int, num_pages: int, what: str) -> Compiled:
+    """Said before it begins, since it may take minutes."""
+    config, name = program.config, program.named.name
+    how = f"{show_mesh(config.mesh.sizes)}, {config.quantize or config.dtype}"
+    of_layers = f"{program.num_layers} layers, {bucket:,} tokens"
+    text = f"compiling {what} of {name}, {of_layers} ({how})..."
+    print(text, file=sys.stderr, flush=True)
+    return program.compile(bucket, num_pages)
+
+
+def _too_heavy(program: StepProgram, *, is_whole: bool) -> Plan:
+    """Weights alone are too much: by arithmetic, and with `is_whole` in the compiler's words."""
+    weights, limit = gigabytes(program.weight_bytes), gigabytes(program.chip.target.limit_bytes)
+    reason = f"weights of {weights} a device, which has {limit}"
+    if not is_whole:
+        return Plan(False, reason, 0, {})
+    print(f"{reason}: too much, which the compiler is asked to confirm", file=sys.stderr)
+    found = _refused(program, "")
+    return dataclasses.replace(found, reason=f"{reason}; {found.reason}")
+
+
+def _refused(program: StepProgram, why: str) -> Plan:
+    """Not one page fits by the account of a few layers: the compiler is asked for all, with one.
+    Where sizes of the cache are set, `why`, if anything, is all."""
+    cache, limit = program.config.cache, program.chip.target.limit_bytes
+    if why and (cache.num_pages is not None or cache.memory_bytes is not None):
+        return Plan(False, why, 0, {})
+    try:
+        compiled = _compile(program, program.config.buckets[-1], 1, "the largest step")
+    except jax.errors.JaxRuntimeError as error:
+        return Plan(False, first_reason(error), program.num_layers, {})
+    total = sum(compiled.memory().values())
+    reason = _too_much(total, limit)
+    if total <= limit:
+        reason = (
+            f"of {gigabytes(limit)} a device, weights and a step take "
+            f"{gigabytes(total - program.page_bytes)}; of what is left a tenth is held back, and "
+            f"the rest holds no page of {cache.page_size} tokens"
+        )
+    return Plan(False, reason, program.num_layers, {})
+
+
+def _too_much(total: int, limit: int) -> str:
+    needed = f"by the compiler's account a device needs {gigabytes(total)}"
+    return f"{needed}, and has {gigabytes(limit)}"
+
+
+def gigabytes(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:,.2f} GB"
+
+
+def rows_at(program: StepProgram, pages: MemoryPlan, context: int) -> int:
+    """Requests of `context` tokens that the pages and the slots hold at once."""
+    needed = -(-context // pages.page_size)
+    return min(program.config.scheduler.max_rows, pages.num_pages // needed)
+
+
+def decode_load(program: StepProgram, rows: int, context: int) -> Load:
+    """Of one micro-batch: a token of each of its rows."""
+    return Load(-(-rows // program.model.num_stages), 1, context)
+
+
+def figures(program: StepProgram, load: Load, traffic: Traffic, tokens: float) -> StepFigures:
+    """Of a step that yields `tokens` in each replica."""
+    work = work_of(program, load)
+    least = bound(work, program.chip.target, traffic.seconds)
+    rate, bucket = tokens / least.seconds, program.config.bucket_for(load.num_tokens)
+    return StepFigures(load, bucket, work, traffic, least, program.config.mesh.data * rate, rate)
+
+
+def traffic_of(program: StepProgram, text: str) -> Traffic:
+    """Of a compiled step as it stands."""
+    module = parse(text)
+    return Traffic(collectives(module), link_seconds(find(module), program.chip.target))
+
+
+def _traffic(program: StepProgram, bucket: int, name: str) -> Traffic:
+    """Of the step of `bucket` tokens of all layers, from two depths: layers are unrolled, and each
+    sends what another does."""
+    if program.chip.mesh is None:
+        return Traffic({}, 0.0)
+    depths = (SHALLOW, DEEP)
+    if program.num_layers <= DEEP * program.model.num_stages:
+        return traffic_of(program, _compile(program, bucket, FEW_PAGES, name).text)
+    parts = [program.with_layers(depth) for depth in depths]
+    texts = (_compile(part, bucket, FEW_PAGES, name).text for part in parts)
+    shallow, deep = (traffic_of(part, text) for part, text in zip(parts, texts, strict=True))
+    layers = [part.num_layers / part.model.num_stages for part in parts]
+    times = (program.num_layers / program.model.num_stages - layers[1]) / (layers[1] - layers[0])
+    more = lambda a, b: b + (b - a) * times
+    nothing = {"count": 0, "bytes": 0, "link_bytes": 0}
+    by_kind = {
+        kind: {
+            name: more(shallow.by_kind.get(kind, nothing)[name], amount)
+            for name, amount in totals.items()
+        }
+        for kind, totals in deep.by_kind.items()
+    }
+    return Traffic(by_kind, more(shallow.seconds, deep.seconds))

@@ -1,0 +1,1 @@
+"""Facts about the chips that the tools compile and plan for, as TOML."""

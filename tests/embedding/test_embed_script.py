@@ -1,0 +1,70 @@
+"""scripts/embed.py: a JSON object a text, or an error that names the text."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxinfer.embedding.sentences import encode_text, finished
+from tests.support.paths import ROOT
+from tests.support.tiny_encoder import checkpoint, tiny_embedder
+from tests.support.tiny_server import checkpoint as decoder
+
+
+def run(
+    *flags: str, texts: str = "", script: str = "embed", model: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, f"scripts/{script}.py", f"--model={model or checkpoint()}", *flags]
+    options = ["--set=warm_up=false", "--set=bucket_growth=3"]
+    return subprocess.run(
+        [*command, *options], input=texts, capture_output=True, cwd=ROOT, text=True, timeout=300
+    )
+
+
+def test_texts_of_a_file_come_out_in_order():
+    texts = ["the cat", "a dog " * 60, 'quo"te\n'[:-1]]
+    done = run(
+        "--texts_file=-",
+        "--truncate",
+        "--dimensions=8",
+        "--prompt_name=query",
+        texts="\n".join(map(json.dumps, texts)) + "\n",
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row["text"] for row in rows] == texts and [row["index"] for row in rows] == [0, 1, 2]
+    embedder = tiny_embedder()
+    ids = [encode_text(embedder, t, prompt_name="query", truncate=True) for t in texts]
+    wanted = finished(embedder, embedder.embed(ids), dimensions=8)
+    assert [row["num_tokens"] for row in rows] == [len(each) for each in ids]
+    assert np.abs(np.array([row["embedding"] for row in rows]) - wanted).max() < 1e-5
+    assert "tiny: 24,352 parameters, 0.1 MB, 4.00 bytes each" in done.stderr
+
+
+def test_one_bad_text_fails_all_of_them_by_name():
+    done = run("--text=a", "--text=" + "the cat " * 60)
+    assert done.returncode == 2 and not done.stdout
+    assert "error: text 1: the text has" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "said"),
+    [
+        ("embed", ["--text=a"], "tiny: this model generates and embeds nothing"),
+        ("generate", ["--prompt=a"], "tiny: this model is an encoder"),
+    ],
+)
+def test_a_model_for_something_else_is_refused_before_anything_is_compiled(script, flags, said):
+    model = decoder() if script == "embed" else checkpoint()
+    done = run(*flags, script=script, model=model)
+    assert done.returncode == 2 and not done.stdout
+    assert f"error: {said}" in done.stderr and "compiling" not in done.stderr
+
+
+def test_lines_that_are_no_texts_are_named_before_the_model_is_loaded():
+    done = run("--texts_file=-", texts='"a"\n3\nb\n')
+    assert done.returncode == 2 and not done.stdout
+    assert "line 2 is a int, not a string; line 3 is no JSON" in done.stderr

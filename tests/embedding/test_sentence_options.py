@@ -1,0 +1,179 @@
+"""What a checkpoint says about embedding texts with it: read, or refused by name."""
+
+import dataclasses
+import fnmatch
+import json
+
+import pytest
+
+from jaxinfer import CheckpointError
+from jaxinfer.loading import open_checkpoint
+from jaxinfer.loading.sentence import SentenceOptions, sentence_options
+from jaxinfer.loading.tokenizers import sentencepiece_files
+from tests.support.families_encoders import CASES
+from tests.support.family_bench import make_tensors, recorded, write_gguf, write_huggingface
+from tests.support.tiny_encoder import FILES
+
+MODULES = FILES["modules.json"]
+DENSE = {"idx": 2, "path": "2_Dense", "type": "sentence_transformers.models.Dense"}
+
+
+@pytest.fixture
+def options_of(tmp_path):
+    """The options of a directory with `FILES` and changes to them; None takes a file away."""
+
+    def read(changes=None) -> SentenceOptions:
+        folder = write_huggingface(CASES["bert"], {}, tmp_path / "model")
+        for name, content in {**FILES, **(changes or {})}.items():
+            if content is not None:
+                (folder / name).parent.mkdir(exist_ok=True)
+                text = content if isinstance(content, str) else json.dumps(content)
+                (folder / name).write_text(text)
+        return sentence_options(open_checkpoint(folder))
+
+    return read
+
+
+def pooling(**config):
+    return {"1_Pooling/config.json": config}
+
+
+def at(path):
+    """The steps, with the pooling's files somewhere else."""
+    return [MODULES[0], {**MODULES[1], "path": path}]
+
+
+def test_all_files_together(options_of):
+    options = options_of()
+    assert options == SentenceOptions(
+        ("mean",), True, 48, False, {"query": "query: ", "document": ""}, None
+    )
+
+
+def test_without_files_it_is_the_plain_mean(options_of):
+    assert options_of({"modules.json": None}) == SentenceOptions(("mean",), normalize=False)
+
+
+def test_normalization_is_a_step_of_its_own(options_of):
+    assert options_of({"modules.json": MODULES[:2]}).normalize is False
+
+
+@pytest.mark.parametrize(
+    ("config", "modes"),
+    [
+        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, ("cls",)),
+        ({"pooling_mode_max_tokens": True}, ("max",)),
+        ({"pooling_mode_mean_sqrt_len_tokens": True}, ("mean_sqrt_len_tokens",)),
+        ({"pooling_mode_weightedmean_tokens": True}, ("weightedmean",)),
+        ({"pooling_mode_lasttoken": True}, ("lasttoken",)),
+        ({"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True}, ("cls", "mean")),
+        ({"pooling_mode": "cls"}, ("cls",)),
+        ({"pooling_mode": ["mean", "cls"]}, ("cls", "mean")),
+        ({}, ("mean",)),
+    ],
+)
+def test_pooling_in_the_older_and_the_newer_spelling(options_of, config, modes):
+    assert options_of(pooling(**config)).pooling == modes
+
+
+def test_newer_names_of_the_steps(options_of):
+    steps = ["base.modules.transformer.Transformer", "sentence_transformer.modules.Pooling"]
+    modules = [
+        {"idx": i, "path": path, "type": f"sentence_transformers.{step}"}
+        for i, (step, path) in enumerate(zip(steps, ("", "1_Pooling"), strict=True))
+    ]
+    assert options_of({"modules.json": modules}).pooling == ("mean",)
+
+
+def test_files_named_after_the_model_they_were_made_for(options_of):
+    changes = {
+        "sentence_bert_config.json": None,
+        "sentence_xlm-roberta_config.json": {"max_seq_length": 30, "do_lower_case": True},
+    }
+    options = options_of(changes)
+    assert options.max_len == 30 and options.lower_case is True
+
+
+def test_a_default_prompt(options_of):
+    config = {"prompts": {"query": "query: "}, "default_prompt_name": "query"}
+    assert options_of({"config_sentence_transformers.json": config}).default_prompt_name == "query"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"modules.json": [*MODULES[:2], DENSE]}, "the step Dense .'2_Dense'. is not supported"),
+        ({"modules.json": MODULES[::-1]}, "in this order"),
+        ({"modules.json": [MODULES[0]]}, "in this order"),
+        ({"modules.json": [{**MODULES[0], "path": "0_T"}, MODULES[1]]}, "lies in '0_T'"),
+        ({"modules.json": {"a": 1}}, "no list of steps"),
+        ({"modules.json": "{"}, r"modules\.json: cannot be read"),
+        ({"modules.json": "[" * 100_000}, r"modules\.json: cannot be read"),
+        ({"modules.json": at(None)}, "path None is no folder inside"),
+        ({"modules.json": at(3)}, "path 3 is no folder inside"),
+        ({"modules.json": at("../other")}, r"path '\.\./other' is no folder inside"),
+        ({"modules.json": at("1_Pooling/../..")}, "is no folder inside"),
+        ({"modules.json": at("/etc")}, "path '/etc' is no folder inside"),
+        (pooling(include_prompt=False), "include_prompt"),
+        (pooling(pooling_mode="attention"), "attention"),
+        (pooling(pooling_mode=3), "3"),
+        (pooling(pooling_mode_new_one=True), "pooling_mode_new_one"),
+        ({"1_Pooling/config.json": "["}, "1_Pooling"),
+        ({"sentence_bert_config.json": {"max_seq_length": 0}}, "max_seq_length is 0"),
+        ({"sentence_bert_config.json": {"do_lower_case": "no"}}, "do_lower_case is 'no'"),
+        ({"config_sentence_transformers.json": {"prompts": {"a": 1}}}, "no object of texts"),
+        ({"config_sentence_transformers.json": {"default_prompt_name": "q"}}, "'q' is none of"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(options_of, changes, said):
+    with pytest.raises(CheckpointError, match=said):
+        options_of(changes)
+
+
+def test_all_problems_are_told_at_once(options_of):
+    changes = {"modules.json": [*MODULES[:2], DENSE], "sentence_bert_config.json": "x"}
+    with pytest.raises(CheckpointError, match=r"(?s)2 problems.*Dense.*sentence_bert_config"):
+        options_of(changes | pooling())
+
+
+@pytest.mark.parametrize(("number", "mode"), [(0, "mean"), (1, "mean"), (2, "cls"), (3, "last")])
+def test_a_gguf_file_names_its_pooling_by_a_number(tmp_path, number, mode):
+    options = sentence_options(gguf(tmp_path, number))
+    assert options.pooling[0].startswith(mode) and options.normalize is True
+
+
+def test_a_reranker_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="a reranker"):
+        sentence_options(gguf(tmp_path, 4))
+
+
+def gguf(folder, pooling_type: int):
+    form = CASES["bert"].gguf
+    assert form is not None
+    changed = dataclasses.replace(form, metadata={**form.metadata, "pooling_type": pooling_type})
+    case = dataclasses.replace(CASES["bert"], gguf=changed)
+    tensors = make_tensors(recorded("encoders")["bert"]["shapes"], case.seed)
+    return open_checkpoint(write_gguf(case, tensors, folder / "model.gguf"))
+
+
+def test_a_hub_model_is_fetched_with_its_pooling(tmp_path, monkeypatch):
+    folder = write_huggingface(CASES["bert"], {}, tmp_path)
+    asked = []
+
+    def snapshot_download(hub_id, **patterns):
+        asked.append(patterns["allow_patterns"])
+        if len(asked) == 1:
+            (folder / "modules.json").write_text(json.dumps(MODULES))
+        else:
+            (folder / "1_Pooling").mkdir()
+            (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode": "cls"}')
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    assert sentence_options(open_checkpoint("org/name")).pooling == ("cls",)
+    assert asked[1] == ["*_Pooling/config.json"]
+    vocabularies = (*sentencepiece_files.NAMES, "vocab.json", "merges.txt", "vocab.txt")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", *vocabularies):
+        assert any(fnmatch.fnmatch(name, pattern) for pattern in asked[0]), name
+    for name in ("pytorch_model.bin", "model.onnx", "LICENSE.txt"):
+        assert not any(fnmatch.fnmatch(name, pattern) for pattern in asked[0]), name

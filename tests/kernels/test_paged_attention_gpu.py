@@ -1,0 +1,324 @@
+"""The GPU's paged attention: its division of the work, merging, tilings and refusals.
+
+Conformance is in `test_paged_attention.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from jaxinfer.kernels.kv_pages import KVPages
+from jaxinfer.kernels.paged_attention import gpu, gpu_plan
+from jaxinfer.kernels.paged_attention.gpu_tiling import Tiling
+from jaxinfer.kernels.triton_launch import Recorder, TritonLaunch, interpret
+from tests.support.attention_cases import Case, Shape, assert_close, make_case, oracle
+from tests.support.triton_bench import needs_triton
+
+pytestmark = [pytest.mark.conformance, needs_triton]
+
+MIXED = [(1, 33), (1, 1), (7, 40), (0, 0), (1, 16), (20, 20), (1, 100), (3, 17)]
+SINKS = np.array([0.5, -1.0, 3.0, -8.0], np.float32)
+PLAIN: dict[str, Any] = dict.fromkeys(("window", "soft_cap", "sinks", "alibi_slopes"))
+SMALL = Shape(num_tokens=24, num_rows=24, num_heads=2, num_kv_heads=1, head_dim=8)
+
+
+class Watched:
+    """A launcher that keeps what the kernel left in its memory."""
+
+    def __init__(self) -> None:
+        self.plan: Any = None
+        self.outputs: Any = ()
+
+    def __call__(self, launch: TritonLaunch) -> tuple[jax.Array, ...]:
+        self.plan = launch.constexprs["plan"]
+        self.outputs = interpret(launch)
+        return self.outputs
+
+    @property
+    def parts(self) -> Any:
+        """Which of [programs, 2] hold a part of a unit that was cut."""
+        return ~np.isnan(self.outputs[3][:, :, 0]).all(axis=-1)
+
+    @property
+    def counters(self) -> Any:
+        return self.outputs[4]
+
+
+def attend(
+    case: Case, watched: Watched | None = None, **options: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    """(out, lse) of the backend, compiled in haste: it runs once."""
+    options = {"scale": case.q.shape[2] ** -0.5, **PLAIN, "return_lse": True, **options}
+    watched = watched or Watched()
+
+    def call(q, pages, *rows):
+        scales = {"k_scales": pages.k_scales, "v_scales": pages.v_scales}
+        arguments = (q, pages.k, pages.v, *rows)
+        return gpu.paged_attention(*arguments, **scales, **options, launch=watched), watched.outputs
+
+    program = jax.jit(call, compiler_options={"xla_backend_optimization_level": 0})
+    (out, lse), watched.outputs = jax.tree.map(np.asarray, program(*case.arrays()))
+    return out, lse
+
+
+def check(case: Case, watched: Watched | None = None, **options: Any) -> None:
+    out, lse = attend(case, watched, **options)
+    variant = {k: v for k, v in options.items() if k in PLAIN}
+    scale = case.q.shape[2] ** -0.5
+    ref, ref_lse = oracle(case, scale=scale, **variant, return_lse=True)
+    n = case.num_real
+    if n:
+        assert_close(out[:n], ref[:n], 1e-5)
+    assert np.allclose(lse[:n], ref_lse[:n], rtol=0, atol=1e-5)
+    assert (out[n:] == 0).all() and (lse[n:] == -np.inf).all()
+
+
+def divide(active: int, total: int, first: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """The kernel's own arithmetic: where stretches start, and the programs of 4096 blocks."""
+    from tests.support import division_kernel
+
+    outputs = tuple(jax.ShapeDtypeStruct((n,), jnp.int32) for n in (512, 4096))
+    launch = TritonLaunch(division_kernel.divide, (1,), (active, total, first), outputs)
+    starts, owner = (np.asarray(x) for x in interpret(launch))
+    return starts[: active + 1], owner[: total - first]
+
+
+@settings(deadline=None, max_examples=15)
+@given(total=st.integers(1, 4096), programs=st.integers(1, 511))
+def test_stretches_differ_by_one_block_at_most(total, programs):
+    active = min(total, programs)
+    starts, owner = divide(active, total)
+    shares = np.diff(starts)
+    assert starts[0] == 0 and starts[-1] == total
+    assert shares.min() >= 1 and shares.max() - shares.min() <= 1
+    assert np.array_equal(owner, np.repeat(np.arange(active), shares))
+
+
+def test_a_division_of_long_work_does_not_overflow():
+    total = 1 << 24
+    expected = np.arange(265) * total // 264
+    starts, owner = divide(264, total, first=int(expected[263]) - 2048)
+    assert np.array_equal(starts, expected)
+    assert np.array_equal(owner, np.repeat([262, 263], 2048))  # 4.4e9: block * programs
+    _, owner = divide(264, total, first=total - 4096)
+    assert (owner == 263).all()
+
+
+def plan_for(window: int | None, row_block: int) -> Any:
+    """Of steps of 45 tokens and 5 rows."""
+    abstract = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    options = {"scale": 1.0, "window": window, "soft_cap": None, "is_split": True}
+    flags = {name: False for name in ("has_sinks", "has_slopes", "has_scales", "has_lse")}
+    arrays = (abstract(45, 4, 8), abstract(9, 2, 16, 8), abstract(5), abstract(5, 8))
+    return gpu.plan_of(Tiling(row_block, 16, 2, 4, 1), *arrays, **options, **flags)
+
+
+_work_list = jax.jit(gpu_plan.work_list, static_argnums=0)
+ROWS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 70)), min_size=5, max_size=5)
+
+
+@settings(deadline=None, max_examples=25)
+@given(rows=ROWS, window=st.sampled_from([None, 1, 17]), row_block=st.sampled_from([16, 32]))
+def test_the_work_list_is_every_rows_tiles_in_order(rows, window, row_block):
+    plan = plan_for(window, row_block)
+    q_start = np.concatenate([[0], np.cumsum([n for n, _ in rows])]).astype(np.int32)
+    kv_len = np.array([n + before for n, before in rows], np.int32)
+    items = np.asarray(_work_list(plan, q_start, kv_len))
+    expected = []
+    for r, (queries, before) in enumerate(rows):
+        for index in range(0, queries, plan.tile):
+            count, position = min(plan.tile, queries - index), before + index
+            oldest = 0 if window is None else max(position - window + 1, 0)
+            block, end = oldest // 16, (position + count - 1) // 16 + 1
+            expected.append([r, q_start[r] + index, count, position, block, end - block])
+    assert len(expected) <= plan.num_items
+    assert items[:6, : len(expected)].T.tolist() == expected
+    blocks = [item[5] for item in expected] + [0] * (plan.num_items - len(expected))
+    assert np.array_equal(items[6], np.cumsum(blocks)) and (items[5] == blocks).all()
+
+
+def test_a_long_row_beside_many_short_ones_is_the_work_of_the_whole_grid():
+    shape = dataclasses.replace(SMALL, page_size=64, table_width=128, num_pages=160)
+    case = make_case([(1, 1)] * 11 + [(1, 8192)] + [(1, 1)] * 12, shape)
+    watched = Watched()
+    check(case, watched, tiling=Tiling(16, 64, 2, 4, 4))
+    # 128 of 151 blocks are its: of 12 programs with 12 or 13 each, the first and last have others
+    assert watched.plan.programs == 12
+    assert watched.parts.any(axis=1).sum() >= 11
+    assert (watched.counters == 0).all()
+
+
+@pytest.mark.parametrize("occupancy", [1, 5])
+@pytest.mark.parametrize("rows", ["decodes", "mixed"])
+def test_units_cut_anywhere_are_merged(rows, occupancy):
+    decodes = [(1, n) for n in (1, 16, 17, 150, 33, 2, 64, 129)]
+    shape = Shape(num_tokens=8, num_rows=8) if rows == "decodes" else Shape()
+    case = make_case(decodes if rows == "decodes" else MIXED, shape)
+    watched = Watched()
+    tiling = Tiling(16, 16, 2, 4, occupancy)
+    check(case, watched, tiling=tiling, sinks=SINKS)
+    assert watched.parts.any(), "nothing was cut"
+    assert (watched.counters == 0).all()
+    out, lse = attend(case, tiling=tiling, sinks=SINKS)
+    assert np.array_equal(out, watched.outputs[0]) and np.array_equal(lse, watched.outputs[1])
+
+
+def test_fewer_blocks_than_programs():
+    for rows in ([], [(2, 3), (1, 17)]):
+        check(make_case(rows, SMALL), tiling=Tiling(16, 16, 2, 4, 9))
+
+
+def test_lanes_merged_in_runs():
+    shape = Shape(num_tokens=40, num_rows=3, num_heads=2, num_kv_heads=1, head_dim=192)
+    case, watched = make_case([(17, 120), (1, 60), (20, 20)], shape), Watched()
+    check(case, watched, tiling=Tiling(64, 16, 2, 4, 3))
+    assert watched.plan.merged_lanes < watched.plan.lanes
+    assert watched.parts.any()
+
+
+def test_every_candidate_gives_the_same_answer():
+    case = make_case([(1, 33), (9, 40)], Shape(num_tokens=12, num_rows=3))
+    q, pages, *rows = case.arrays()
+    found = gpu.candidates(q, pages, *rows, scale=1.0)
+    assert len(set(found)) == len(found) > 20
+    # stages and warps are the compiler's; an interpreter sees the same program
+    for row_block, block in sorted({(t.row_block, t.block) for t in found}):
+        check(case, tiling=Tiling(row_block, block, 2, 4, 1))
+
+
+def test_pages_behind_the_window_may_be_gone():
+    case = make_case([(1, 100), (5, 90), (1, 33)])
+    table = case.page_table.copy()
+    for r, oldest in enumerate((100 - 20, 85 - 20, 33 - 20)):
+        table[r, : oldest // 16] = 10**6  # points at nothing at all
+    check(dataclasses.replace(case, page_table=table), window=20)
+
+
+def test_no_unit_is_cut_when_the_batch_may_not_matter():
+    shape = Shape(num_tokens=16, num_rows=16)
+    rows = [(1, 150), (1, 40), (1, 17), (1, 90)]
+    alone = make_case(rows[:1], shape)
+    together = make_case(rows, shape)
+    pages = {"k_pages": together.k_pages, "v_pages": together.v_pages}
+    alone = dataclasses.replace(alone, **pages, page_table=together.page_table, q=together.q)
+    truth, watched = attend(together, batch_invariant=True), Watched()
+    out, lse = attend(alone, watched, batch_invariant=True)
+    assert not watched.parts.any()
+    assert np.array_equal(out[0], truth[0][0]) and np.array_equal(lse[0], truth[1][0])
+    check(together, batch_invariant=True, tiling=Tiling(16, 16, 2, 4, 5))
+    check(make_case(MIXED), batch_invariant=True)
+
+
+def test_every_number_of_float8_is_read_right():
+    """A token that sees itself alone gets its value back."""
+    codes = np.arange(256, dtype=np.uint8)
+    codes[[0x7F, 0xFF]] = 0  # NaN
+    v = codes.view(jnp.float8_e4m3fn).reshape(1, 1, 16, 16)
+    shape = Shape(num_tokens=16, num_rows=16, num_heads=1, num_kv_heads=1)
+    case = make_case([(1, 1)] * 16, shape)
+    pages = np.concatenate([np.zeros((16, 1, 16, 16), v.dtype)], axis=0)
+    pages[:, 0, 0] = v[0, 0]
+    ones = np.ones((16, 1, 16), np.float32)
+    table = np.arange(16, dtype=np.int32)[:, None]
+    case = Case(case.q, pages, pages, case.q_start, case.kv_len, table, ones, ones)
+    out, _ = attend(case)
+    assert np.array_equal(out[:, 0], v[0, 0].astype(np.float32))
+
+
+def on_gpu(kind: str, num_cores: int, case: Case, **options: Any) -> TritonLaunch:
+    """The launch of a call that is traced for a GPU which is not here."""
+    recorder = Recorder()
+    device = AbstractDevice(device_kind=kind, num_cores=num_cores, platform="gpu")
+    mesh = AbstractMesh((1,), ("device",), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        options = {"scale": 1.0, **PLAIN, **options}
+        q, pages, *rows = case.arrays()
+        scales = {"k_scales": pages.k_scales, "v_scales": pages.v_scales}
+        jax.eval_shape(
+            lambda *arrays: gpu.paged_attention(*arrays, **scales, **options, launch=recorder),
+            *(q, pages.k, pages.v, *rows),
+        )
+    (launch,) = recorder.launches
+    return launch
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_cores"), [("NVIDIA A100-SXM4-80GB", 108), ("NVIDIA H100 80GB HBM3", 132)]
+)
+def test_the_grid_is_the_devices_multiprocessors_times_what_each_holds(kind, num_cores):
+    shape = Shape(num_tokens=16, num_rows=16, dtype="bfloat16", cache_dtype="bfloat16")
+    shape = dataclasses.replace(shape, head_dim=128, table_width=100)
+    launch = on_gpu(kind, num_cores, make_case([(1, 40)], shape))
+    assert launch.grid[0] % num_cores == 0 and 2 <= launch.grid[0] // num_cores <= 3
+    assert launch.grid[0] == launch.constexprs["plan"].programs
+    assert launch.outputs[4].shape == launch.inputs[10].shape == launch.grid
+
+
+def test_float8_is_handed_over_by_its_bits():
+    shape = Shape(cache_dtype="float8_e4m3fn")
+    launch = on_gpu("NVIDIA A100-SXM4-80GB", 108, make_case(MIXED, shape))
+    assert launch.signature["k_pages"] == launch.signature["v_pages"] == "*i8"
+    assert launch.signature["k_scales"] == "*fp32"
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "int8", "float8_e4m3fn"])
+def test_any_shape_has_a_tiling(stored):
+    dtype = "float32" if stored == "float32" else "bfloat16"
+    for group, R, H in itertools.product((1, 3, 16, 71), (64, 5), (8, 64, 80, 192, 256)):
+        q = jax.ShapeDtypeStruct((64, 2 * group, H), jnp.dtype(dtype))
+        pages: Any = jax.ShapeDtypeStruct((9, 2, 16, H), jnp.dtype(stored))
+        kv_len, q_start = (jax.ShapeDtypeStruct((n,), jnp.int32) for n in (R, R + 1))
+        assert gpu.heuristic(q, pages, kv_len).row_block >= group
+        key = gpu.tiling_key(q, KVPages(pages, pages), q_start)
+        assert key == f"T=64 R={R} N={2 * group} K=2 H={H} B=16 {dtype} {stored}"
+
+
+def test_refusals_name_what_is_wrong():
+    case = make_case(MIXED)
+    other = dataclasses.replace
+    eighth, bytes_, half = (
+        np.zeros(case.k_pages.shape, dtype) for dtype in (jnp.float8_e5m2, np.int8, np.float16)
+    )
+    ones = np.ones(case.k_pages.shape[:3], np.float32)
+    for wrong, words in (
+        (
+            other(case, q=np.zeros(case.q.shape, np.int32)),
+            "queries of int32; it takes float32, bfloat16",
+        ),
+        (other(case, k_pages=eighth), "k_pages of float8_e5m2; it takes"),
+        (other(case, v_pages=eighth), "v_pages of float8_e5m2; it takes"),
+        (other(case, k_pages=bytes_), "k_pages of int8 with no k_scales"),
+        (other(case, k_scales=ones), "k_pages of float32 with k_scales"),
+        (other(case, k_pages=half), "float16 and v_pages of float32"),
+    ):
+        with pytest.raises(NotImplementedError, match=words):
+            attend(wrong)
+    with pytest.raises(ValueError, match="row_block 16 holds no group of 20 heads"):
+        shape = Shape(num_tokens=2, num_rows=2, num_heads=20, num_kv_heads=1)
+        attend(make_case([(1, 4)], shape), tiling=Tiling(16, 16, 2, 4, 1))
+    for fields, words in (
+        ((24, 16, 2, 4, 1), "row_block is 24; it must be a power of two"),
+        ((16, 8, 2, 4, 1), "block is 8; it must be a power of two of at least 16"),
+        ((16, 16, 0, 4, 1), "stages is 0; it must be at least 1"),
+        ((16, 16, 2, 3, 1), "num_warps is 3; it must be a power of two"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            Tiling(*fields)
+
+
+def test_a_gpu_that_is_too_old_or_unknown_declines():
+    case = make_case([(1, 4)])
+    with pytest.raises(NotImplementedError, match="compute capability of 'Tesla K80'"):
+        on_gpu("Tesla K80", 13, case)
+    with pytest.raises(NotImplementedError, match="'NVIDIA H100' does not say how many"):
+        on_gpu("NVIDIA H100", 0, case)

@@ -1,0 +1,114 @@
+"""Loading takes little more host memory than what lives on the device: on a CPU, the weights."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.paths import ROOT
+from tests.support.tiny_checkpoints import TinyLlama, write_checkpoint
+
+pytestmark = [
+    pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux' /proc"),
+    pytest.mark.once,
+]
+
+MEASURE = """
+import jax, jax.numpy as jnp
+from jaxinfer.loading import assign
+from jaxinfer.loading import open_checkpoint
+from jaxinfer.loading.assign import functional_model, load_weights
+from jaxinfer.nn.layers import Numerics
+import numpy as np, sys
+import orbax.checkpoint
+
+checkpoint = open_checkpoint(sys.argv[1])
+model = functional_model(checkpoint, Numerics(np.dtype(jnp.dtype(sys.argv[2]))))
+jnp.zeros(8).block_until_ready()  # jax itself is no part of the figure
+# Not ru_maxrss: a child process starts with its parent's.
+status = lambda: open("/proc/self/status").read().splitlines()
+peak = lambda: 1024 * next(int(x.split()[1]) for x in status() if x.startswith("VmHWM"))
+before = peak()
+how = dict([sys.argv[4].split("=")]) if sys.argv[4] else {}
+assign.NUM_THREADS = 2  # whatever the machine has
+weights = load_weights(checkpoint, model, **how)
+jax.block_until_ready(weights)
+on_device = sum(w.nbytes for w in weights)
+print((peak() - before - on_device) / int(sys.argv[3]), (peak() - before) / on_device)
+"""
+CONVERT = """
+import jax.numpy as jnp
+import numpy as np
+import sys
+from pathlib import Path
+from jaxinfer.loading import open_checkpoint
+from jaxinfer.loading.assign import functional_model, load_weights
+from jaxinfer.loading.orbax import write_converted
+from jaxinfer.nn.layers import Numerics
+
+checkpoint = open_checkpoint("demo")
+model = functional_model(checkpoint, Numerics(np.dtype(jnp.bfloat16)))
+write_converted(checkpoint, model, load_weights(checkpoint, model), Path(sys.argv[1]))
+"""
+# 42 million parameters, most of them in matrices of 4 million; 84 MB in four shards.
+WIDE = TinyLlama(
+    hidden_size=512, intermediate_size=8192, num_layers=3, dtype="bfloat16", num_shards=4
+)
+
+
+def run(script: str, *arguments: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    ).stdout
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory) -> Path:
+    return write_checkpoint(WIDE, tmp_path_factory.mktemp("wide") / "source")
+
+
+def assert_little(
+    source: str | Path, dtype: str, largest_shard: int, how: str = "", most: float = 1.2
+) -> None:
+    """Beside the weights, at most `most` times the largest shard of the checkpoint; `how` is an
+    option of `load_weights`."""
+    found = run(MEASURE, str(source), dtype, str(largest_shard), how)
+    shards, of_weights = map(float, found.split())
+    assert of_weights > 0.9, "nothing was measured"
+    assert shards <= most, f"{shards} shards beside the weights, {of_weights} weights in all"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_gguf_file(dtype):
+    assert_little("demo", dtype, 98_362_432)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_sharded_safetensors_model(dtype, wide):
+    assert_little(wide, dtype, max(p.stat().st_size for p in wide.glob("*.safetensors")))
+
+
+@pytest.mark.parametrize("how", ["keep_packed=1", "quantize=int8", "quantize=int4"])
+def test_weights_that_are_quantized_on_the_device(how, wide):
+    if how.startswith("keep"):
+        # By whole tensors, not by strips: 0.69.
+        assert_little("demo", "bfloat16", 98_362_432, how, most=0.5)
+    else:
+        # Gate and up of a layer are 0.8 shards here, and two of such are quantized at once.
+        largest_shard = max(p.stat().st_size for p in wide.glob("*.safetensors"))
+        assert_little(wide, "bfloat16", largest_shard, how, most=2.4)
+
+
+def test_a_converted_checkpoint(tmp_path):
+    run(CONVERT, str(tmp_path / "converted"))
+    files = (path for path in (tmp_path / "converted").rglob("*") if path.is_file())
+    # Not a smaller model: TensorStore caches 100 MB of whatever it reads.
+    assert_little(tmp_path / "converted", "bfloat16", max(path.stat().st_size for path in files))

@@ -1,0 +1,74 @@
+"""Laws that a decoder's variants could break: bits that do not depend on the batch, and LongRoPE's
+recomputation, whatever else the engine does with the request."""
+
+import functools
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from jaxinfer import SamplingParams
+from jaxinfer.nn.layers import Numerics
+from tests.support import running
+from tests.support.families_dense import CASES
+from tests.support.family_bench import make_tensors, recorded, write_huggingface
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+
+@functools.cache
+def _loaded(name: str, *, batch_invariant: bool = False):
+    case = CASES[name]
+    tensors = make_tensors(recorded("dense")[name]["shapes"], case.seed, case.norm_mean)
+    with TemporaryDirectory() as folder:
+        numerics = Numerics(batch_invariant=batch_invariant)
+        return running.load(write_huggingface(case, tensors, Path(folder)), numerics)
+
+
+def _run(engine, prompts, params):
+    requests = [engine.add(prompt, params)[0] for prompt in prompts]
+    running.run(engine)
+    assert engine.pool.num_owned == 0
+    return requests
+
+
+@pytest.mark.parametrize("name", ["gemma3", "granite"])
+def test_bits_do_not_depend_on_the_batch(name):
+    """Norms around and of q and k, windows; and multipliers, which a compiler may round as one with
+    the sum they go into."""
+    model, weights = _loaded(name, batch_invariant=True)
+    params = SamplingParams(temperature=0, max_tokens=6, logprobs=2, ignore_eos=True)
+    prompts = [*CASES[name].sequences(), CASES[name].sequences()[1][:7]]
+    engine = running.engine(model, weights, {"batch_invariant": True})
+    together = _run(engine, prompts, params)
+    engine.clear_prefix_cache()
+    for prompt, request in zip(prompts, together, strict=True):
+        [alone] = _run(engine, [prompt], params)
+        assert alone.logprobs == request.logprobs
+
+
+@pytest.fixture(scope="module")
+def restarted():
+    """Prompts that end just below the 32 tokens at which all that was computed is computed anew,
+    and what follows each of them alone."""
+    model, weights = _loaded("phi3")
+    tokens = CASES["phi3"].sequences()[1]
+    prompts = [tokens[: 31 - i] for i in range(4)] + [tokens[3:15]]
+    engine = running.engine(model, weights, {"overlap": False})
+    alone = [_run(engine, [prompt], GREEDY)[0] for prompt in prompts]
+    assert engine.scheduler.num_preemptions == len(prompts)
+    return prompts, running.tokens_of(alone)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"overlap": False, "scheduler": {"max_tokens": 7, "max_rows": 3}},  # in chunks, in turns
+        {"cache": {"num_pages": 14}},  # preempted for want of pages too
+    ],
+)
+def test_passing_the_original_length_is_the_same_however_it_is_run(restarted, options):
+    prompts, wanted = restarted
+    engine = running.engine(*_loaded("phi3"), options)
+    assert running.tokens_of(_run(engine, prompts, GREEDY)) == wanted
+    assert engine.scheduler.num_preemptions >= len(prompts)

@@ -1,0 +1,64 @@
+"""An engine whose sequences are split over eight devices yields what one device does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxinfer import EngineConfig
+from jaxinfer.config import MeshConfig, SchedulerConfig
+from jaxinfer.execution import kv_cache
+from jaxinfer.options import ConfigError
+from jaxinfer.sharding.rules import Layout
+from tests.support.child_process import findings
+from tests.support.paths import SUPPORT
+
+SCRIPT = SUPPORT / "sequence_engine_child.py"
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    """What a process with eight devices found; see tests/support/sequence_engine_child.py."""
+    return findings(SCRIPT, timeout_s=500)
+
+
+def test_tokens_are_those_of_one_device(found):
+    """A long prompt; then a mixed batch, greedy and sampled, with preemptions and a prefix hit."""
+    one, eight = found["one"], found["eight"]
+    assert one["preemptions"] > 0 and one["shared"] > 0
+    assert eight["tokens"] == one["tokens"]
+    assert eight["preemptions"] == one["preemptions"] and eight["shared"] == one["shared"]
+
+
+def test_log_probabilities_of_a_split_prompt_are_those_of_one_device(found):
+    one, eight = (np.array(found[name]["logprobs"]) for name in ("one", "eight"))
+    assert len(one) > 100 and np.abs(one - eight).max() < 1e-5
+
+
+def test_a_prompt_of_eight_pools_runs_on_eight_devices(found):
+    """Each has the memory of an engine that refuses it."""
+    assert "tokens" in found["refused"]
+    held, allowed = found["bytes"]
+    assert held == allowed
+
+
+def test_a_page_that_does_not_divide_is_refused():
+    assert kv_cache.cells_of_part(64, Layout.of({"seq": 8})) == 8
+    with pytest.raises(ConfigError, match=r"page_size is 12, which mesh\.seq 8 does not .* of 8"):
+        kv_cache.cells_of_part(12, Layout.of({"seq": 8}))
+
+
+def test_what_a_split_sequence_cannot_keep_is_refused():
+    with pytest.raises(ConfigError, match=r"batch_invariant is true and mesh\.seq 2"):
+        EngineConfig(batch_invariant=True, mesh=MeshConfig(seq=2))
+
+
+@pytest.mark.parametrize(("seq", "pipe", "num_buckets"), [(2, 1, 11), (1, 2, 11), (2, 2, 1)])
+def test_stages_hand_on_tokens_that_lie_alike(seq, pipe, num_buckets):
+    """What goes from one stage to the next lies as its own step split it, so all split alike."""
+    config = EngineConfig(
+        mesh=MeshConfig(seq=seq, pipe=pipe), scheduler=SchedulerConfig(max_tokens=1024)
+    )
+    assert len(config.buckets) == num_buckets and config.buckets[-1] == 1024

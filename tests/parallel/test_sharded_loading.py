@@ -1,0 +1,167 @@
+"""Weights straight onto a mesh: every device holds its own part, of every kind of checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxinfer.kernels.quantized_matmul import QuantArray, quantize
+from jaxinfer.kernels.quantized_matmul.quant_array import unpack
+from jaxinfer.loading.placement import cut
+from jaxinfer.loading.splitting import Unpackable, divided, is_divided
+from jaxinfer.loading.targets import Repeats
+from jaxinfer.nn.quantized import QuantPair, QuantWeight
+from tests.support.child_process import findings
+from tests.support.paths import SUPPORT
+
+SCRIPT = SUPPORT / "sharded_loading_child.py"
+FAMILIES = ("llama", "gpt2", "mixtral", "deepseek_v3")
+MESHES = ("tensor", "pipe-tensor", "expert-tensor")
+HOW = ("float", "int8", "int4", "w8a8", "packed")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> dict[str, Any]:
+    """What a process with eight devices found; see tests/support/sharded_loading_child.py."""
+    return findings(SCRIPT, str(tmp_path_factory.mktemp("eight")))
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_device_holds_its_part_of_the_weights_of_one(family, mesh, how, found):
+    result = found["loaded"][family][f"{mesh} {how}"]
+    assert result["wrong"] == []
+    # GPT-2 stores matrices inputs first, and no GGUF type is so: its embedding alone is packed.
+    assert result["quantized"] >= (0 if how == "float" else 1 if family == "gpt2" else 6)
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_that_are_there_are_placed_alike(family, mesh, how, found):
+    assert found["loaded"][family][f"{mesh} {how}"]["placed"] == []
+
+
+def test_inputs_in_an_order_of_their_own_are_dequantized_where_they_are_split(found):
+    split = ["blocks.0.attention.o.weight", "blocks.0.mlp.down.weight"]
+    assert found["act-order"] == {"dense": split, "wrong": []}
+
+
+def test_stages_that_are_stored_unlike_are_dequantized_and_named(found):
+    assert found["unlike"]["dense"] == ["blocks.0.mlp.down.weight", "blocks.0.mlp.gate_up"]
+    assert found["unlike"]["wrong"] == []
+    line = next(line for line in found["unlike"]["lines"] if line.startswith("weights:"))
+    assert "dequantized: blocks.0.mlp.down.weight and 1 more, because its stages are" in line
+
+
+def test_random_weights_are_those_of_one_device(found):
+    assert found["drawn"] == []
+
+
+@pytest.mark.parametrize("how", ["float", "int8", "int4", "dequantized"])
+def test_a_converted_checkpoint_is_restored_onto_any_mesh(how, found):
+    assert found["restored"][how] == []
+    assert found["restored"]["quantized"] == 0
+
+
+def test_each_part_of_a_converted_checkpoint_is_read_once(found):
+    assert 1 <= found["restored"]["float read"] < 1.5  # 8 if each device read the whole
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux' /proc")
+@pytest.mark.parametrize("name", ["rows", "columns", "stage", "heads"])
+def test_a_device_touches_its_own_part_of_the_file(name, found):
+    # A system maps a file's pages in runs, so somewhat more than its own.
+    assert 1 <= found["touched"][name] < 2
+
+
+def test_stacked_tensors_are_cut_between_them_and_replicas_are_whole(found):
+    assert found["items"] == {"cut": True, "whole": True}
+
+
+def test_a_checkpoint_is_opened_onto_the_configs_mesh(found):
+    assert found["opened"]["wrong"] == []
+    assert found["opened"]["pipe-tensor"].startswith("CheckpointError: ")  # it was read, and is bad
+
+
+def test_a_mesh_that_does_not_fit_is_refused_before_anything_is_read(found):
+    assert found["opened"]["pipe"] == (
+        "ConfigError: the model has 2 layers, which pipe 8 does not divide; sizes that would do: "
+        "1, 2"
+    )
+    assert "must be 8" in found["opened"]["tensor"]
+
+
+def matrix(bits: int, D: int, group: int | None) -> Any:
+    w = np.random.default_rng(0).normal(size=(D, 6)).astype(np.float32)
+    return quantize(w, bits, group, has_zeros=bits == 4)
+
+
+def numbers(weight: QuantArray) -> np.ndarray:
+    """What it stands for, by the definition (`kernels/quantized_matmul/quant_array.py`)."""
+    values: Any = unpack(weight.values, weight.pack_rows) if weight.bits == 4 else weight.values
+    again = lambda a: np.repeat(a.astype(np.float32), weight.group_size, axis=0)
+    zeros = weight.middle if weight.zeros is None else again(weight.zeros)
+    return (values.astype(np.float32) - zeros) * again(weight.scales)
+
+
+@pytest.mark.parametrize(
+    ("bits", "D", "group", "parts", "own_group"),
+    [
+        (8, 64, None, 4, 16),  # a scale a column becomes one for each part
+        (8, 64, 32, 2, 32),
+        (4, 192, 64, 4, 16),  # groups that parts cut, and bytes that have to be packed anew
+        (4, 1024, 128, 2, 128),
+    ],
+)
+def test_every_part_of_a_divided_weight_is_one_by_itself(bits, D, group, parts, own_group):
+    weight = matrix(bits, D, group)
+    whole = divided(weight, parts)
+    assert whole.group_size == own_group
+    assert is_divided(whole, parts)
+    assert is_divided(weight, parts) == (weight.group_size == own_group)
+    rows = D // parts
+    for part, expected in enumerate(np.split(numbers(weight), parts)):
+        arrays = [np.split(a, parts)[part] for a in (whole.values, whole.scales)]
+        zeros = None if whole.zeros is None else np.split(whole.zeros, parts)[part]
+        own = dataclasses.replace(whole, values=arrays[0], scales=arrays[1], zeros=zeros)
+        own.check()
+        assert own.num_rows == rows
+        np.testing.assert_array_equal(numbers(own), expected)
+
+
+def test_what_cannot_be_divided_says_why_and_what_would_do():
+    words = (
+        r"its 96 inputs into 8 parts, of 12, and its groups, of 32, to 4 .*; 1, 2, 3, 6, .* would"
+    )
+    with pytest.raises(Unpackable, match=words):
+        divided(matrix(8, 96, 32), 8)
+    with pytest.raises(
+        Unpackable, match=r"its 24 inputs into 8 parts, of 3, .*; 1, 2, 3, 4, 6, 12 parts"
+    ):
+        divided(matrix(4, 24, 24), 8)
+    ordered = QuantWeight(matrix(8, 64, 32), order=np.arange(64))
+    with pytest.raises(Unpackable, match="64 inputs stand in an order of their own"):
+        divided(ordered, 2)
+    assert divided(ordered, 1) is ordered
+    pair = QuantPair(QuantWeight(matrix(8, 64, None)), QuantWeight(matrix(8, 64, None)))
+    assert divided(pair, 2).up.weight.group_size == 32
+
+
+@pytest.mark.parametrize(
+    ("num_own", "num_held", "bounds", "expected"),
+    [
+        (2, 4, (0, 2), [0, 1]),  # a head of two numbers: a run of the model's own
+        (2, 4, (2, 6), [0, 1, 2, 3]),
+        (3, 6, (2, 6), [0, 1, 2, 3]),
+        (2, 8, (4, 12), [0, 1, 0, 1, 2, 3, 2, 3]),
+    ],
+)
+def test_kv_heads_are_repeated_side_by_side(num_own, num_held, bounds, expected):
+    values = np.arange(num_own * 2)
+    assert cut(values, (bounds,), Repeats(-1, num_own, num_held)).tolist() == expected

@@ -1,0 +1,1 @@
+"""Recorded reference values, and the programs that record them."""

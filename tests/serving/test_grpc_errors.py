@@ -1,0 +1,229 @@
+"""What the gRPC door refuses, or fails at: the right code, and what its metadata says."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2, status_pb2
+
+from jaxinfer import Engine
+from jaxinfer.serving.protos.jaxinfer.v1 import inference_pb2 as pb
+from tests.support.grpc_door import EOF, ask, config, error_of, grpc_door, run
+from tests.support.tiny_server import Brake, tiny_engine
+
+CODES = grpc.StatusCode
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return tiny_engine()[0]
+
+
+@pytest.fixture
+def brake(engine):
+    """Slows the shared engine for one test."""
+    brake = Brake(engine)
+    yield brake
+    brake.release()
+    del engine.step  # the instance's own: the class's is back
+
+
+REFUSED = [
+    ("temperature", ask(params={"temperature": -1.0}), "1e-06"),
+    ("n", ask(params={"n": 1000}), "128"),
+    ("seed", ask(params={"seed": 2**40}), "4294967295"),
+    ("stop_token_ids", ask(params={"stop_token_ids": pb.TokenIds(ids=[2**33])}), "token ids"),
+    ("allowed_token_ids", ask(params={"allowed_token_ids": pb.TokenIds()}), "non-empty"),
+    ("priority", ask(priority=3), "scheduler.policy"),
+    ("timeout_s", ask(timeout_s=-1.0), "-1"),
+    ("timeout_s", ask(timeout_s=float("nan")), "nan"),
+    ("prompt", pb.GenerateRequest(), "set one of text, token_ids, chat"),
+    ("prompt", ask(token_ids=pb.TokenIds(ids=[2**40])), "vocabulary"),
+    ("prompt", ask(token_ids=pb.TokenIds()), "empty"),
+    ("prompt", ask("x" * 600), "512"),
+    ("messages", ask(chat=pb.Chat(messages=[pb.ChatMessage(role="", content="a")])), "role"),
+]
+
+
+@pytest.mark.parametrize(("field", "request_", "text"), REFUSED)
+def test_a_value_that_cannot_be_honoured_is_an_invalid_argument_with_its_field(
+    engine, field, request_, text
+):
+    async def main():
+        async with grpc_door(engine) as door:
+            for method in (door.stub.Complete, door.stub.Generate):
+                error = await error_of(method(request_))
+                assert error.code() is CODES.INVALID_ARGUMENT and text in error.details()
+                said = dict(error.trailing_metadata())
+                assert said["field"] == field and "retry-after" not in said
+                status = status_pb2.Status.FromString(said["grpc-status-details-bin"])
+                assert (status.code, status.message) == (3, error.details())
+                detail = error_details_pb2.BadRequest()
+                assert status.details[0].Unpack(detail)
+                assert [violation.field for violation in detail.field_violations] == [field]
+
+    run(main())
+
+
+def test_wrong_arguments_of_the_other_methods_name_their_field(engine):
+    chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="a")])
+
+    async def main():
+        async with grpc_door(engine) as door:
+            stub = door.stub
+            wrong = [
+                ("prompt", stub.Tokenize(pb.TokenizeRequest())),
+                (
+                    "add_special_tokens",
+                    stub.Tokenize(pb.TokenizeRequest(chat=chat, add_special_tokens=True)),
+                ),
+                ("token_ids", stub.Detokenize(pb.DetokenizeRequest(token_ids=[-1]))),
+                ("token_ids", stub.Detokenize(pb.DetokenizeRequest(token_ids=[2**40]))),
+            ]
+            for field, call in wrong:
+                error = await error_of(call)
+                assert error.code() is CODES.INVALID_ARGUMENT
+                assert dict(error.trailing_metadata())["field"] == field
+
+    run(main())
+
+
+def test_another_model_is_not_found_and_the_right_name_is(engine):
+    async def main():
+        async with grpc_door(engine) as door:
+            stub = door.stub
+            await stub.Complete(ask(model="tiny"))
+            for call in (
+                stub.Complete(ask(model="huge")),
+                stub.Generate(ask(model="huge")),
+                stub.Tokenize(pb.TokenizeRequest(text="a", model="huge")),
+                stub.Detokenize(pb.DetokenizeRequest(model="huge")),
+            ):
+                error = await error_of(call)
+                assert error.code() is CODES.NOT_FOUND and "'tiny'" in error.details()
+
+    run(main())
+
+
+def test_an_error_fits_into_the_headers_however_long_the_input(engine):
+    async def main():
+        async with grpc_door(engine) as door:
+            for name in ("x" * 100_000, "字" * 100_000, "\x00🙂" * 10_000):
+                error = await error_of(door.stub.Complete(ask(model=name)))
+                assert error.code() is CODES.NOT_FOUND and error.details().endswith("...")
+
+    run(main())
+
+
+def test_a_request_id_in_use_already_exists(engine, brake):
+    async def main():
+        async with grpc_door(engine) as door:
+            brake.hold()
+            call = door.stub.Generate(ask(request_id="one"))
+            assert (await call.read()).started.request_id == "one"
+            error = await error_of(door.stub.Complete(ask(request_id="one")))
+            assert error.code() is CODES.ALREADY_EXISTS
+            brake.release()
+            while await call.read() is not EOF:
+                pass
+            await door.stub.Complete(ask(request_id="one"))
+
+    run(main())
+
+
+def test_a_full_queue_is_refused_before_the_prompt_is_tokenized(engine, brake, monkeypatch):
+    async def main():
+        async with grpc_door(engine, config(max_waiting=2)) as door:
+            brake.hold()
+            calls = [door.stub.Generate(ask()) for _ in range(4 + 2)]
+            for call in calls:
+                assert (await call.read()).HasField("started")
+            with monkeypatch.context() as patch:
+                patch.setattr(door.service, "tokenize", None)
+                for method in (door.stub.Complete, door.stub.Generate):
+                    error = await error_of(method(ask()))
+                    assert error.code() is CODES.RESOURCE_EXHAUSTED
+                    said = dict(error.trailing_metadata())
+                    assert int(said["retry-after"]) >= 1
+                    status = status_pb2.Status.FromString(said["grpc-status-details-bin"])
+                    detail = error_details_pb2.RetryInfo()
+                    assert status.details[0].Unpack(detail) and detail.retry_delay.seconds == 1
+            counted = b'jaxinfer_requests_refused_total{door="grpc",kind="overloaded"} 2.0'
+            assert counted in door.metrics.render()[0]
+            brake.release()
+            for call in calls:
+                while await call.read() is not EOF:
+                    pass
+                assert await call.code() is CODES.OK
+            await door.stub.Complete(ask())
+
+    run(main())
+
+
+def test_many_clients_at_once_are_served_or_refused_and_none_is_lost(engine):
+    async def main():
+        async with grpc_door(engine, config(max_waiting=8)) as door:
+            calls = (door.stub.Complete(ask(max_tokens=4)) for _ in range(200))
+            answers = await asyncio.gather(*calls, return_exceptions=True)
+            served = [a for a in answers if isinstance(a, pb.CompleteResponse)]
+            refused = [a for a in answers if isinstance(a, grpc.aio.AioRpcError)]
+            assert len(served) + len(refused) == 200 and len(served) >= 4 + 8
+            assert all(a.finished.usage.output_tokens == 4 for a in served)
+            assert all(a.code() is CODES.RESOURCE_EXHAUSTED for a in refused)
+
+    run(main())
+
+
+def test_a_draining_server_is_unavailable_and_finishes_what_it_has(engine, brake):
+    async def main():
+        async with grpc_door(engine) as door:
+            brake.hold()
+            call = door.stub.Generate(ask(max_tokens=8))
+            await call.read()
+            draining = asyncio.create_task(door.service.loop.drain(30))
+            await asyncio.sleep(0)
+            error = await error_of(door.stub.Complete(ask()))
+            assert error.code() is CODES.UNAVAILABLE
+            assert dict(error.trailing_metadata())["retry-after"] == "5"
+            brake.release()
+            while (part := await call.read()) is not EOF:
+                last = part
+            assert last.finished.usage.output_tokens == 8 and await draining
+
+    run(main())
+
+
+def test_a_defect_is_internal_and_its_text_stays_in_the_log(engine, monkeypatch, caplog):
+    def fail(*args):
+        raise RuntimeError("a secret of the server")
+
+    async def main():
+        async with grpc_door(engine) as door:
+            monkeypatch.setattr(door.service, "params", fail)
+            for method in (door.stub.Complete, door.stub.Generate):
+                error = await error_of(method(ask()))
+                assert error.code() is CODES.INTERNAL and "secret" not in error.details()
+
+    with caplog.at_level(logging.ERROR):
+        run(main())
+    assert caplog.text.count("a secret of the server") >= 2
+
+
+def test_a_dead_engine_ends_what_is_under_way_and_refuses_what_comes(monkeypatch):
+    engine = tiny_engine()[0]
+
+    def fail():
+        raise RuntimeError("out of memory")
+
+    async def main():
+        async with grpc_door(engine) as door:
+            monkeypatch.setattr(engine, "step", fail)
+            error = await error_of(door.stub.Generate(ask()))
+            assert error.code() is CODES.INTERNAL and "has stopped" in error.details()
+            error = await error_of(door.stub.Complete(ask()))
+            assert error.code() is CODES.INTERNAL and "has stopped" in error.details()
+
+    run(main())

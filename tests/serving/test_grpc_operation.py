@@ -1,0 +1,202 @@
+"""How the gRPC door starts, tells its state, lists what it has, and ends."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.descriptor_pool import DescriptorPool
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
+    ProtoReflectionDescriptorDatabase,
+)
+
+from jaxinfer import ConfigError, Engine
+from jaxinfer.serving.config import ServingConfig
+from jaxinfer.serving.grpc_server import SERVICE, build_grpc_server
+from jaxinfer.serving.health import Health, State
+from jaxinfer.serving.metrics import Metrics
+from jaxinfer.serving.protos.jaxinfer.v1.inference_pb2_grpc import InferenceStub
+from tests.support.grpc_door import EOF, Relay, ask, grpc_door, run, serving_health
+from tests.support.tiny_server import Brake, tiny_engine, tiny_service
+
+STATUS = health_pb2.HealthCheckResponse
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return tiny_engine()[0]
+
+
+@pytest.fixture
+def brake(engine):
+    """Slows the shared engine for one test."""
+    brake = Brake(engine)
+    yield brake
+    brake.release()
+    del engine.step  # the instance's own: the class's is back
+
+
+def test_health_follows_the_server_for_each_service(engine):
+    async def main():
+        health = Health()
+        async with grpc_door(engine, health=health) as door:
+            probe: Any = health_pb2_grpc.HealthStub(door.channel)
+
+            async def statuses() -> set[int]:
+                await asyncio.sleep(0)
+                names = ("", SERVICE)
+                requests = [health_pb2.HealthCheckRequest(service=name) for name in names]
+                return {(await probe.Check(request)).status for request in requests}
+
+            assert await statuses() == {STATUS.NOT_SERVING}
+            health.set(State.SERVING)
+            assert await statuses() == {STATUS.SERVING}
+            health.set(State.DRAINING)
+            assert await statuses() == {STATUS.NOT_SERVING}
+            health.set(State.DEAD)
+            assert await statuses() == {STATUS.NOT_SERVING}
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await probe.Check(health_pb2.HealthCheckRequest(service="jaxinfer.v1.Other"))
+            assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+    run(main())
+
+
+def test_a_watcher_of_health_is_told_and_does_not_hold_up_the_end(engine):
+    async def main():
+        health = Health()
+        async with grpc_door(engine, health=health) as door:
+            probe: Any = health_pb2_grpc.HealthStub(door.channel)
+            watch = probe.Watch(health_pb2.HealthCheckRequest(service=SERVICE))
+            assert (await watch.read()).status == STATUS.NOT_SERVING
+            health.set(State.SERVING)
+            assert (await watch.read()).status == STATUS.SERVING
+            health.set(State.DRAINING)
+            assert (await watch.read()).status == STATUS.NOT_SERVING
+            async with asyncio.timeout(20):
+                await door.server.stop(1000.0)
+            assert await watch.read() is EOF
+
+    run(main())
+
+
+def test_a_stock_tool_lists_the_services_and_learns_their_messages(engine):
+    def learn(target: str) -> tuple[set[str], set[str]]:
+        with grpc.insecure_channel(target) as channel:
+            database = ProtoReflectionDescriptorDatabase(channel)
+            services = set(database.get_services())
+            found = DescriptorPool(database).FindServiceByName(SERVICE)
+            return services, {method.name for method in found.methods}
+
+    async def main():
+        async with grpc_door(engine) as door:
+            services, methods = await asyncio.to_thread(learn, door.target)
+            assert services == {
+                "jaxinfer.v1.Inference",
+                "grpc.health.v1.Health",
+                "grpc.reflection.v1alpha.ServerReflection",
+            }
+            expected = {"Generate", "Complete", "Tokenize", "Detokenize", "GetModel", "GetStats"}
+            assert methods == expected | {"Embed"}
+
+    run(main())
+
+
+def test_a_stream_under_way_has_the_grace_to_end(engine, brake):
+    async def main():
+        async with grpc_door(engine) as door:
+            brake.hold()
+            call = door.stub.Generate(ask(max_tokens=8))
+            await call.read()
+            stopping = asyncio.create_task(door.server.stop(1000.0))
+            await asyncio.sleep(0.01)
+            brake.release()
+            while (part := await call.read()) is not EOF:
+                last = part
+            assert last.finished.usage.output_tokens == 8
+            async with asyncio.timeout(20):
+                await stopping
+
+    run(main())
+
+
+def test_a_stream_that_outlasts_the_grace_is_cancelled_and_its_pages_freed(engine, brake):
+    async def main():
+        async with grpc_door(engine) as door:
+            brake.hold()
+            calls = [door.stub.Generate(ask(max_tokens=400)), door.stub.Complete(ask())]
+            await calls[0].read()
+            while door.service.loop.num_streams < 2:
+                await asyncio.sleep(0.001)
+            await door.server.stop(0.05)
+            assert door.service.loop.num_streams == 0
+            for call in calls:
+                assert await call.code() is not grpc.StatusCode.OK
+
+    run(main())
+
+
+def test_a_client_whose_machine_is_gone_is_noticed_by_the_pings(engine, brake):
+    async def main():
+        config = ServingConfig(grpc_port=0, keepalive_s=1.0)
+        async with (
+            grpc_door(engine, config) as door,
+            Relay(door.port) as relay,
+            grpc.aio.insecure_channel(relay.target) as channel,
+        ):
+            brake.seconds = 0.1  # it would take 40 seconds
+            call = InferenceStub(channel).Generate(ask(max_tokens=400))
+            await call.read()
+            relay.freeze()
+            async with asyncio.timeout(20):
+                while door.service.loop.num_streams:
+                    await asyncio.sleep(0.01)
+            brake.seconds = 0.0
+            call.cancel()
+
+    run(main())
+
+
+def test_a_port_that_is_taken_is_refused_with_the_way_out(engine):
+    async def main():
+        async with grpc_door(engine) as door:
+            config = ServingConfig(grpc_port=door.port)
+            second = build_grpc_server(door.service, config, None, serving_health(), Metrics())
+            with pytest.raises(ConfigError, match=f"{door.port}.*serving.grpc_port"):
+                await second.start()
+            await second.stop(0.0)
+
+    run(main())
+
+
+def test_it_listens_where_it_is_told(engine):
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as error:
+        pytest.skip(f"this machine has no IPv6: {error}")
+
+    async def main():
+        config = ServingConfig(grpc_port=0, host="::1")
+        async with tiny_service(engine) as service:
+            server = build_grpc_server(service, config, None, serving_health(), Metrics())
+            port = await server.start()
+            try:
+                async with grpc.aio.insecure_channel(f"[::1]:{port}") as channel:
+                    await InferenceStub(channel).Complete(ask())
+            finally:
+                await server.stop(0.0)
+
+    run(main())
+
+
+def test_stopping_what_never_started_does_nothing(engine):
+    async def main():
+        async with tiny_service(engine) as service:
+            config = ServingConfig(grpc_port=0)
+            await build_grpc_server(service, config, None, serving_health(), Metrics()).stop(1.0)
+
+    run(main())

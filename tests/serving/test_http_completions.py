@@ -1,0 +1,276 @@
+"""The two endpoints that generate: every field they take is honoured, streamed or whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from jaxinfer import Engine
+from jaxinfer.loading.checkpoint import GenerationDefaults
+from tests.support.http_door import GREEDY, http_door, joined, run
+from tests.support.tiny_server import tiny_engine
+
+PROMPT = "the end of the"
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return tiny_engine()[0]
+
+
+def texts_of(body) -> list[str]:
+    return [choice["text"] for choice in body["choices"]]
+
+
+def test_a_prompt_may_be_text_or_token_ids_one_or_several(engine):
+    async def main():
+        async with http_door(engine) as door:
+            ids = (await door.ask("/tokenize", prompt=PROMPT)).json()["tokens"]
+            (whole,) = texts_of(await door.complete(PROMPT))
+            assert texts_of(await door.complete(ids)) == [whole]
+            (other,) = texts_of(await door.complete("another"))
+            assert texts_of(await door.complete([PROMPT, "another"])) == [whole, other]
+            assert texts_of(await door.complete([ids, ids])) == [whole, whole]
+
+    run(main())
+
+
+def test_choices_of_several_prompts_are_numbered_prompt_by_prompt(engine):
+    async def main():
+        async with http_door(engine) as door:
+            ask: Any = {"temperature": 1, "seed": 3, "n": 2, "max_tokens": 6}
+            alone = [texts_of(await door.complete(prompt, **ask)) for prompt in ("a", "b", "c")]
+            both = await door.complete(["a", "b", "c"], **ask)
+            assert [choice["index"] for choice in both["choices"]] == list(range(6))
+            assert texts_of(both) == [text for texts in alone for text in texts]
+            assert both["usage"]["prompt_tokens"] == 3
+            assert both["usage"]["completion_tokens"] == 36
+            events = await door.stream(prompt=["a", "b", "c"], **ask)
+            assert joined(events) == dict(enumerate(texts_of(both)))
+
+    run(main())
+
+
+def test_max_tokens_is_16_unless_told_and_chat_goes_up_to_the_context(engine):
+    async def main():
+        async with http_door(engine) as door:
+            assert (await door.complete(PROMPT))["usage"]["completion_tokens"] == 16
+            ask = {"messages": [{"role": "user", "content": "x"}], **GREEDY}
+            chat = (await door.ask("/v1/chat/completions", **ask)).json()
+            assert chat["usage"]["total_tokens"] == door.service.model.max_len
+            for name in ("max_tokens", "max_completion_tokens"):
+                chat = (await door.ask("/v1/chat/completions", **ask, **{name: 5})).json()
+                assert chat["usage"]["completion_tokens"] == 5
+
+    run(main())
+
+
+def test_the_checkpoints_own_defaults_hold_where_a_request_is_silent(engine):
+    async def main():
+        greedy = GenerationDefaults(do_sample=False)
+        async with http_door(engine, generation=greedy) as door:
+            (whole,) = texts_of(await door.complete(PROMPT))
+            silent = await door.ask(prompt=PROMPT, ignore_eos=True)
+            assert texts_of(silent.json()) == [whole]
+            told = await door.ask(prompt=PROMPT, ignore_eos=True, temperature=5, seed=1)
+            assert texts_of(told.json()) != [whole]
+
+    run(main())
+
+
+def test_echo_puts_the_prompt_before_the_text(engine):
+    async def main():
+        async with http_door(engine) as door:
+            (text,) = texts_of(await door.complete(PROMPT))
+            for prompt in (PROMPT, (await door.ask("/tokenize", prompt=PROMPT)).json()["tokens"]):
+                assert texts_of(await door.complete(prompt, echo=True)) == [PROMPT + text]
+            events = await door.stream(prompt=PROMPT, echo=True)
+            assert joined(events) == {0: PROMPT + text}
+
+    run(main())
+
+
+def test_echo_with_logprobs_scores_the_prompt(engine):
+    async def main():
+        async with http_door(engine) as door:
+            ids = (await door.ask("/tokenize", prompt=PROMPT)).json()["tokens"]
+            ask = {"echo": True, "logprobs": 2, "max_tokens": 0}
+            (choice,) = (await door.complete(PROMPT, **ask))["choices"]
+            logprobs = choice["logprobs"]
+            assert choice["text"] == PROMPT == "".join(logprobs["tokens"])
+            assert len(logprobs["tokens"]) == len(ids)
+            assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
+            assert all(value <= 0 for value in logprobs["token_logprobs"][1:])
+            for start, token in zip(logprobs["text_offset"], logprobs["tokens"], strict=True):
+                assert PROMPT[start:].startswith(token)
+            # The same tokens, when the model is led to them one by one.
+            for position in range(1, len(ids)):
+                led = {"allowed_token_ids": [ids[position]], "max_tokens": 1, "logprobs": 0}
+                (step,) = (await door.complete(ids[:position], **led))["choices"]
+                assert step["logprobs"]["tokens"] == [logprobs["tokens"][position]]
+
+    run(main())
+
+
+def test_logprobs_are_the_same_streamed_and_whole(engine):
+    async def main():
+        async with http_door(engine) as door:
+            ask = {"logprobs": 3, "echo": True, "prompt_logprobs": 1, "max_tokens": 12}
+            (whole,) = (await door.complete(PROMPT, **ask))["choices"]
+            choices = [e["choices"][0] for e in await door.stream(prompt=PROMPT, **ask)]
+            for name, values in whole["logprobs"].items():
+                assert [value for c in choices for value in c["logprobs"][name]] == values
+            assert all(len(top) in (3, 4) for top in whole["logprobs"]["top_logprobs"][1:])
+            assert choices[0]["prompt_logprobs"] == whole["prompt_logprobs"]
+            assert [len(p["top_logprobs"]) for p in whole["prompt_logprobs"][1:]] == [1] * (
+                len(whole["prompt_logprobs"]) - 1
+            )
+            assert not any("prompt_logprobs" in choice for choice in choices[1:])
+
+    run(main())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_streamed_text_joins_to_the_whole_whatever_bytes_come(engine, seed):
+    async def main():
+        async with http_door(engine) as door:
+            ids = (await door.ask("/tokenize", prompt="é𝄞")).json()["tokens"]
+            assert len(ids) == 6  # a byte each: most of what comes of them is no text, but some is
+            ask = {"temperature": 1, "seed": seed, "max_tokens": 100, "n": 2}
+            ask["logit_bias"] = {str(token): 8.0 for token in ids}
+            whole = texts_of(await door.complete(PROMPT, **ask))
+            assert "\ufffd" in "".join(whole)
+            assert any(ord(char) > 127 and char != "\ufffd" for char in "".join(whole))
+            assert joined(await door.stream(prompt=PROMPT, **ask)) == dict(enumerate(whole))
+
+    run(main())
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_stop_strings_end_the_text_alike_streamed_and_whole(engine, is_kept):
+    async def main():
+        async with http_door(engine) as door:
+            (text,) = texts_of(await door.complete(PROMPT, max_tokens=60))
+            for start, length in ((5, 1), (11, 3), (20, 9)):
+                stop = text[start : start + length]
+                ask = {"stop": ["never said", stop], "max_tokens": 60}
+                ask["include_stop_str_in_output"] = is_kept
+                (choice,) = (await door.complete(PROMPT, **ask))["choices"]
+                end = text.index(stop) + (len(stop) if is_kept else 0)
+                assert (choice["text"], choice["finish_reason"]) == (text[:end], "stop")
+                events = await door.stream(prompt=PROMPT, **ask)
+                assert joined(events) == {0: text[:end]}
+                assert events[-1]["choices"][0]["finish_reason"] == "stop"
+
+    run(main())
+
+
+def test_the_engines_own_fields_are_honoured(engine):
+    async def main():
+        async with http_door(engine) as door:
+
+            async def one(**fields):
+                return (await door.complete(PROMPT, **fields))["choices"][0]
+
+            text = (await one())["text"]
+            hot = {"temperature": 5, "seed": 1}
+            assert (await one(**hot, top_k=1))["text"] == text
+            assert (await one(**hot, min_p=1.0))["text"] == text
+            assert (await one(**hot, top_p=1e-6))["text"] == text
+            assert (await one(**hot))["text"] != text
+            (letter,) = (await door.ask("/tokenize", prompt="Q")).json()["tokens"]
+            assert (await one(allowed_token_ids=[letter]))["text"] == "Q" * 16
+            assert (await one(logit_bias={str(letter): 100}))["text"] == "Q" * 16
+            q = {"logit_bias": {str(letter): 50}}
+            assert (await one(**q, bad_words=["Q"]))["text"] != "Q" * 16
+            assert (await one(**q, frequency_penalty=2, max_tokens=40))["text"] != "Q" * 40
+            stopped = await one(**q, stop_token_ids=[letter])
+            assert stopped["finish_reason"] == "stop"
+            late = await door.complete(PROMPT, **q, stop_token_ids=[letter], min_tokens=4)
+            assert late["usage"]["completion_tokens"] > 4
+
+    run(main())
+
+
+def test_a_salt_keeps_the_prefix_cache_apart_and_usage_tells(engine):
+    async def main():
+        async with http_door(engine) as door:
+
+            async def cached(salt: str) -> int:
+                body = await door.complete("a long prompt, of several pages " * 3, cache_salt=salt)
+                return body["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+            assert await cached("one") == 0
+            assert await cached("one") > 0
+            assert await cached("two") == 0
+
+    run(main())
+
+
+def test_chat_content_may_come_in_parts_and_developers_are_systems(engine):
+    async def main():
+        async with http_door(engine) as door:
+
+            async def tokens(*messages):
+                reply = await door.ask("/tokenize", messages=list(messages))
+                return reply.raise_for_status().json()["tokens"]
+
+            plain = await tokens({"role": "system", "content": "one two"})
+            parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+            assert await tokens({"role": "system", "content": parts}) == plain
+            assert await tokens({"role": "developer", "content": "one two"}) == plain
+
+    run(main())
+
+
+def test_tokens_go_there_and_back(engine):
+    async def main():
+        async with http_door(engine) as door:
+            text = "naïve 𝄞 the\n"
+            body = (await door.ask("/tokenize", prompt=text)).json()
+            assert body["count"] == len(body["tokens"]) > 5
+            reply = await door.ask("/detokenize", tokens=body["tokens"])
+            assert reply.json() == {"prompt": text}
+
+    run(main())
+
+
+def test_an_id_is_the_requests_name_everywhere(engine):
+    async def main():
+        async with http_door(engine) as door:
+            body = await door.complete(PROMPT, request_id="mine")
+            assert body["id"] == "cmpl-mine"
+            headers = {"X-Request-Id": "from-a-proxy"}
+            ask = {**GREEDY, "prompt": PROMPT}
+            reply = await door.client.post("/v1/completions", json=ask, headers=headers)
+            assert reply.headers["x-request-id"] == "from-a-proxy"
+            assert reply.json()["id"].startswith("cmpl-from-a-proxy.")
+
+    run(main())
+
+
+def test_the_page_comes_with_a_policy_that_lets_only_itself_run(engine):
+    async def main():
+        async with http_door(engine) as door:
+            page = await door.client.get("/")
+            policy = page.headers["content-security-policy"]
+            assert page.status_code == 200 and "script-src 'sha256-" in policy
+            assert "unsafe" not in policy and "default-src 'none'" in policy
+        async with http_door(engine, page=False) as door:
+            assert (await door.client.get("/")).status_code == 404
+
+    run(main())
+
+
+def test_stats_are_the_engines_and_a_rate(engine):
+    async def main():
+        async with http_door(engine) as door:
+            before = (await door.client.get("/v1/stats")).json()
+            assert set(before) == {*engine.stats._fields, "tokens_per_second"}
+            await door.complete(PROMPT, max_tokens=20)
+            after = (await door.client.get("/v1/stats")).json()
+            assert after["num_generated"] == before["num_generated"] + 20
+            assert after["tokens_per_second"] > 0
+
+    run(main())

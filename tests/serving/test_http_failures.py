@@ -1,0 +1,84 @@
+"""What happens when a request fails on the way: conflicts, errors in mid-stream, defects."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from jaxinfer import Engine
+from jaxinfer.serving.errors import ErrorKind, ServiceError
+from jaxinfer.serving.http.completions import CompletionWriter
+from tests.support.http_door import GREEDY, error_of, events_of, http_door, run
+from tests.support.tiny_server import Brake, tiny_engine
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return tiny_engine()[0]
+
+
+def test_a_name_in_use_is_a_conflict_and_refusals_are_counted(engine):
+    async def main():
+        brake = Brake(engine)
+        try:
+            async with http_door(engine) as door:
+                brake.hold()
+                first = asyncio.create_task(door.complete("x", request_id="mine"))
+                while not door.service.loop.num_streams:
+                    await asyncio.sleep(0.005)
+                reply = await door.ask(prompt="x", request_id="mine")
+                assert error_of(reply, 409)["param"] == "request_id"
+                assert reply.headers["x-should-retry"] == "false"
+                brake.release()
+                await first
+                text = (await door.client.get("/metrics")).text
+                line = next(line for line in text.splitlines() if 'kind="in_use"' in line)
+                assert 'door="http"' in line and line.endswith(" 1.0")
+        finally:
+            brake.release()
+            del engine.step
+
+    run(main())
+
+
+def test_an_error_in_mid_stream_is_its_last_event(engine):
+    async def main():
+        Brake(engine, 0.01)
+        try:
+            async with http_door(engine) as door:
+                ask = {**GREEDY, "prompt": "x", "max_tokens": 400, "stream": True}
+                async with door.client.stream("POST", "/v1/completions", json=ask) as reply:
+                    lines = reply.aiter_text()
+                    text = await anext(lines)
+                    (stream,) = door.service.loop._streams.values()
+                    door.service.loop.end(stream, ServiceError(ErrorKind.INTERNAL, "a test"))
+                    text += "".join([part async for part in lines])
+                last = json.loads(events_of(text)[-1])
+                assert last["error"]["message"] == "a test"
+        finally:
+            del engine.step
+
+    run(main())
+
+
+def test_a_defect_of_the_server_is_logged_and_shows_nothing_of_itself(engine, caplog, monkeypatch):
+    def broken(*args, **kwargs):
+        raise RuntimeError("secret internals")
+
+    async def main():
+        async with http_door(engine) as door:
+            with monkeypatch.context() as patch:
+                patch.setattr(door.service, "params", broken)
+                error = error_of(await door.ask(prompt="x"), 500)
+            assert "secret" not in str(error) and "secret internals" in caplog.text
+            caplog.clear()
+            with monkeypatch.context() as patch:
+                patch.setattr(CompletionWriter, "last_events", broken)
+                reply = await door.ask(prompt="x", stream=True)
+            *_, last = events_of(reply.text)
+            assert json.loads(last)["error"]["type"] == "server_error"
+            assert "secret" not in reply.text and "secret internals" in caplog.text
+
+    run(main())

@@ -1,0 +1,65 @@
+"""Quantized models: tiny ones, loaded once for all tests of a file, and any from its weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+
+from jaxinfer.loading import open_checkpoint
+from jaxinfer.loading.assign import functional_model, load_weights
+from jaxinfer.loading.quantize import can_quantize, quantize_parameter, recipe_of
+from jaxinfer.loading.splitting import place_whole
+from jaxinfer.loading.targets import Target
+from jaxinfer.models.functional import FunctionalModel, Weights
+from jaxinfer.nn.layers import Numerics
+from tests.support.quantized_checkpoints import TINY, write_quantized
+from tests.support.tiny_checkpoints import token_sequences, write_checkpoint
+
+IDS = token_sequences(TINY)[1]
+
+
+def relative(out: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.linalg.norm(out - expected) / np.linalg.norm(expected))
+
+
+@cache
+def tiny_model(numerics: Numerics | None = None) -> FunctionalModel:
+    """One for all quantizations, so that what they share is compiled once."""
+    with TemporaryDirectory() as folder:
+        checkpoint = open_checkpoint(write_checkpoint(TINY, folder))
+        return functional_model(checkpoint, numerics or Numerics())
+
+
+@cache
+def tiny_weights(name: str) -> tuple[Weights, Weights, Weights]:
+    """Of a quantized checkpoint: packed, dequantized, and those of its twin in plain numbers."""
+    with TemporaryDirectory() as folder:
+        quantized, plain = map(open_checkpoint, write_quantized(name, Path(folder)))
+        model = tiny_model()
+        return (
+            load_weights(quantized, model, keep_packed=True),
+            load_weights(quantized, model),
+            load_weights(plain, model),
+        )
+
+
+def quantize_weights(
+    model: FunctionalModel, weights: Weights, kind: str, *, with_embedding: bool = False
+) -> Weights:
+    """As `load_weights` quantizes them; `with_embedding` also the table, as GGUF files have it: its
+    product takes x as it is."""
+    recipe = recipe_of(kind)
+    of_table = dataclasses.replace(recipe, activation_dtype=None)
+    results = []
+    for spec, weight in zip(model.parameters, weights, strict=True):
+        array = np.asarray(weight)
+        if can_quantize(spec, recipe):
+            weight = quantize_parameter(spec, array, recipe)
+        elif spec.packs == "table" and with_embedding:
+            weight = quantize_parameter(spec, array.T, of_table)
+        results.append(place_whole(Target(spec, (spec,)), lambda _, weight=weight: weight))
+    return tuple(results)

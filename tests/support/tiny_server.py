@@ -1,0 +1,101 @@
+"""Serving in tests: a real engine over a tiny checkpoint, behind the real loop and service."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxinfer import Embedder, Engine
+from jaxinfer.build import load_model, need_engine
+from jaxinfer.config import from_mapping
+from jaxinfer.loading.checkpoint import GenerationDefaults
+from jaxinfer.options import merge
+from jaxinfer.parallel.replicas import replicas_of
+from jaxinfer.serving.config import LimitsConfig
+from jaxinfer.serving.loop import EngineLoop
+from jaxinfer.serving.observer import Observer
+from jaxinfer.serving.service import Service
+from tests.support.tiny_checkpoints import TinyLlama, write_checkpoint
+
+MODEL = TinyLlama(num_layers=1, max_positions=4096, seed=1)
+OPTIONS: dict[str, Any] = {
+    "max_len": 512,
+    "warm_up": False,
+    "bucket_growth": 64,  # few programs: compiling is what these tests wait for
+    "check_every_step": True,
+    "cache": {"page_size": 8, "num_pages": 256},
+    "scheduler": {"max_tokens": 64, "max_rows": 4},
+}
+
+
+@functools.cache
+def checkpoint() -> Path:
+    """A tiny Llama with a byte-level tokenizer and a chat template, in a folder of its own."""
+    folder = tempfile.mkdtemp(prefix="tiny-server-")
+    return write_checkpoint(MODEL, Path(folder) / "tiny")
+
+
+def tiny_engine(options: Mapping[str, Any] | None = None) -> tuple[Engine, GenerationDefaults]:
+    """A fresh engine; `options` over `OPTIONS`. Its first step compiles (seconds)."""
+    config = from_mapping(merge(OPTIONS, options or {}))
+    loaded, generation = load_model(checkpoint(), config, show_progress=False)
+    [engine] = replicas_of(need_engine(loaded))
+    return engine, generation
+
+
+class Brake:
+    """Makes an engine's steps last: `seconds` each, or until `release` while `hold`ing."""
+
+    def __init__(self, engine: Engine | Embedder, seconds: float = 0.0):
+        self.seconds = seconds
+        self._may_go = threading.Event()
+        self._may_go.set()
+        self._step = engine.step
+        engine.step = self._braked  # type: ignore[method-assign]
+
+    def hold(self) -> None:
+        """The next step begins only after `release`."""
+        self._may_go.clear()
+
+    def release(self) -> None:
+        self._may_go.set()
+
+    def _braked(self) -> Any:
+        self._may_go.wait()
+        time.sleep(self.seconds)
+        return self._step()
+
+
+@contextlib.asynccontextmanager
+async def tiny_service(
+    engine: Engine | Embedder,
+    limits: LimitsConfig | None = None,
+    *,
+    observers: tuple[Observer, ...] = (),
+    generation: GenerationDefaults | None = None,
+    model_name: str | None = "tiny",
+) -> AsyncIterator[Service]:
+    """A running service around `engine`; at the end nothing may be left in it.
+
+    The engine may be used again by a later service, so tests of a module can share one.
+    """
+    loop = EngineLoop(engine, limits, observers=observers)
+    loop.start()
+    try:
+        yield Service(engine, loop, generation=generation, model_name=model_name)
+    finally:
+        brake = getattr(engine.step, "__self__", None)
+        if isinstance(brake, Brake):
+            brake.release()  # a test that failed with it held would never end
+        await loop.stop()
+    if loop.failure is None:
+        assert engine.num_requests == 0
+        if isinstance(engine, Engine):
+            assert engine.pool.num_owned == 0
+            engine.scheduler.check()

@@ -1,0 +1,47 @@
+"""Token ids of templated conversations equal those of transformers, recorded and live."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from jaxinfer.text.chat_template import ChatTemplateError
+from jaxinfer.text.tokenizer import Tokenizer
+from tests.support import chat_templates as chats
+from tests.support import tiny_tokenizers as tiny
+
+every_template = pytest.mark.parametrize("name", chats.TEMPLATES)
+
+
+def templated(name: str, folder) -> Tokenizer:
+    return tiny.with_template(name, folder)[1]
+
+
+@every_template
+def test_ids_are_as_recorded(name, tmp_path):
+    ours = templated(name, tmp_path)
+    stored = json.loads((tiny.FOLDER / "torture.json").read_text("utf-8"))[f"chat {name}"]
+    rows = [tiny.chat_row(ours.encode_chat, *case) for case in chats.cases()]
+    assert rows == stored
+    refused = {"chatml": 0, "llama3": 3, "gemma": 6, "mistral": 9, "sentencepiece": 9}
+    assert rows.count(None) == refused[name]
+
+
+@every_template
+@pytest.mark.parity
+def test_ids_equal_transformers_here(name, tmp_path):
+    transformers = pytest.importorskip("transformers", reason="compares with transformers")
+    jinja2 = pytest.importorskip("jinja2", reason="transformers renders with it")
+    folder, ours = tiny.with_template(name, tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    for messages, variables in chats.cases():
+        expected: Any = None
+        try:
+            expected = theirs.apply_chat_template(messages, return_dict=False, **variables)
+        except jinja2.TemplateError:
+            with pytest.raises(ChatTemplateError):
+                ours.encode_chat(messages, **variables)
+            continue
+        assert ours.encode_chat(messages, **variables) == expected

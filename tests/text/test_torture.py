@@ -1,0 +1,174 @@
+"""One torture text through every kind of tokenizer: the reference's ids and text, also streamed.
+
+Recorded digests stand for transformers where it is not installed; where it is, it runs beside.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sentencepiece import SentencePieceProcessor
+
+from jaxinfer.text.tokenizer import Tokenizer
+from tests.support import tiny_tokenizers as tiny
+from tests.support.chat_templates import TEMPLATES
+from tests.support.torture_text import TORTURE
+
+every_kind = pytest.mark.parametrize("name", tiny.DIRECTORIES)
+
+
+@cache
+def recorded() -> dict[str, Any]:
+    return json.loads((tiny.FOLDER / "torture.json").read_text("utf-8"))
+
+
+@cache
+def peer(name: str) -> Any:
+    transformers = pytest.importorskip("transformers", reason="compares with transformers")
+    return transformers.AutoTokenizer.from_pretrained(tiny.FOLDER / name)
+
+
+def assert_rows(tokenizer: Tokenizer, expected: list[list[Any]]) -> None:
+    rows = tiny.records(tokenizer)
+    assert len(expected) == len(TORTURE)
+    wrong = [TORTURE[i][:40] for i, row in enumerate(rows) if row != expected[i]]
+    assert not wrong
+
+
+def test_every_kind_is_recorded():
+    chats = [f"chat {name}" for name in TEMPLATES]
+    assert list(recorded()) == ["versions", *tiny.DIRECTORIES, *chats]
+
+
+@every_kind
+def test_ids_and_text_are_as_recorded(name):
+    assert_rows(tiny.directory_tokenizer(name), recorded()[name])
+
+
+@every_kind
+def test_a_stream_shows_what_decoding_shows(name):
+    tokenizer = tiny.directory_tokenizer(name)
+    for text in TORTURE:
+        for special in (True, False):
+            ids = tokenizer.encode(text, add_special_tokens=special)
+            for skip in (True, False):
+                expected = tokenizer.decode(ids, skip_special_tokens=skip)
+                assert tiny.streamed(tokenizer, ids, skip=skip) == expected
+
+
+@every_kind
+@pytest.mark.parity
+def test_ids_and_text_equal_transformers_here(name):
+    ours, theirs = tiny.directory_tokenizer(name), peer(name)
+    differing = 0
+    for text in TORTURE:
+        for special in (True, False):
+            ids = theirs.encode(text, add_special_tokens=special)
+            same = ours.encode(text, add_special_tokens=special) == ids
+            assert same or name in tiny.DIFFERS, text[:60]
+            differing += not same
+            for skip in (True, False):
+                shown = ours.decode(ids, skip_special_tokens=skip)
+                assert shown == theirs.decode(ids, skip_special_tokens=skip), text[:60]
+    # Two texts, twice: transformers' rebuilt character map works by grapheme, not by longest match.
+    assert differing == (4 if name in tiny.DIFFERS else 0)
+
+
+@every_kind
+@pytest.mark.parity
+@settings(max_examples=60, deadline=None)
+@given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
+def test_any_text_has_the_ids_of_transformers(name, text):
+    if name in tiny.DIFFERS:
+        return
+    ids = peer(name).encode(text)
+    assert tiny.directory_tokenizer(name).encode(text) == ids
+
+
+@every_kind
+@pytest.mark.parity
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), skip=st.booleans())
+def test_any_ids_have_the_text_of_transformers(name, data, skip):
+    ours = tiny.directory_tokenizer(name)
+    ids = data.draw(st.lists(st.integers(0, ours.vocab_size - 1), max_size=12))
+    names = [ours.id_to_token(i) or "" for i in ids]
+    if any(name.startswith("<0x") for name in names):  # one stray byte spoils a run there
+        return
+    shown = ours.decode(ids, skip_special_tokens=skip)
+    assert shown == peer(name).decode(ids, skip_special_tokens=skip)
+    assert shown == tiny.streamed(ours, ids, skip=skip)
+
+
+@pytest.mark.parametrize("name", ["model_bpe", "model_unigram"])
+def test_a_model_alone_has_the_ids_and_text_of_the_sentencepiece_library(name):
+    ours = tiny.directory_tokenizer(name)
+    theirs = SentencePieceProcessor(model_file=str(tiny.FOLDER / name / "tokenizer.model"))
+    special = [ours.id_to_token(i) or "" for i in ours.special_token_ids]
+    compared = 0
+    for text in TORTURE:
+        # A special token written out is that token here, and plain text there.
+        if any(token in text for token in (*special, "<tool>")):
+            continue
+        ids = theirs.encode(text)
+        compared += 1
+        assert ours.encode(text, add_special_tokens=False) == ids, text[:60]
+        if theirs.unk_id() not in ids:
+            assert ours.decode(ids) == theirs.decode(ids)
+    assert compared >= len(TORTURE) - 4
+
+
+# The same vocabularies out of GGUF files
+
+
+@pytest.mark.parametrize(
+    ("name", "pre"),
+    [
+        ("byte_level_gpt2", "gpt-2"),
+        ("byte_level_llama3", "llama-bpe"),
+        ("byte_level_qwen2", "qwen2"),
+    ],
+)
+def test_a_gguf_byte_level_vocabulary_has_the_ids_of_its_directory(name, pre, tmp_path):
+    ours = tiny.write_byte_level(tmp_path / "a.gguf", name, pre, bos_token_id=3)
+    directory = tiny.directory_tokenizer(name)
+    # The format keeps no options of added tokens; those with options are in the last texts.
+    options = ("<mask>", "hello", "##ing")
+    for text in TORTURE:
+        if name == "byte_level_gpt2" and any(token in text for token in options):
+            continue
+        ids = directory.encode(text)
+        assert ours.encode(text) == ids, text[:60]
+        assert ours.decode(ids) == directory.decode(ids)
+
+
+@pytest.mark.parametrize("name", ["wordpiece_uncased", "wordpiece_cased"])
+def test_a_gguf_wordpiece_vocabulary_has_the_ids_of_its_directory(name, tmp_path):
+    assert_rows(tiny.write_wordpiece(tmp_path / "a.gguf", name), recorded()[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "flags"),
+    [
+        ("model_bpe", "llama", {"add_bos_token": True}),
+        ("model_unigram", "t5", {"add_eos_token": True}),
+        ("model_unigram", "t5", {}),
+    ],
+)
+def test_a_gguf_sentencepiece_vocabulary_has_the_ids_of_its_model(name, kind, flags, tmp_path):
+    ours = tiny.write_sentencepiece(tmp_path / "a.gguf", name, kind, **flags)
+    directory = tiny.directory_tokenizer(name)
+    for text in TORTURE:
+        if any(token in text for token in ("<tool>", "<|im_end|>")):  # added beside the model
+            continue
+        ids = directory.encode(text)
+        assert ours.encode(text) == ids, text[:60]
+        for skip in (True, False):
+            shown = directory.decode(ids, skip_special_tokens=skip)
+            assert ours.decode(ids, skip_special_tokens=skip) == shown
+            assert tiny.streamed(ours, ids, skip=skip) == shown

@@ -1,0 +1,153 @@
+"""What the planner's options mean, and what it makes of quantized checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absl import logging
+
+from jaxinfer.loading import open_checkpoint
+from jaxinfer.loading.assign import functional_model, load_weights
+from jaxinfer.loading.demo import demo_model_path
+from jaxinfer.loading.orbax import write_converted
+from jaxinfer.nn.layers import Numerics
+from jaxinfer.options import ConfigError
+from tests.support.quantized_checkpoints import write_quantized
+from tests.support.tiny_checkpoints import TinyLlama, write_checkpoint
+from tests.support.tiny_plans import (
+    GPT2,
+    LLAMA,
+    QUANTIZED,
+    UNREAD,
+    chip,
+    compile_steps,
+    models,
+    options,
+)
+
+
+@pytest.mark.parametrize(("stored", "recipe"), [(None, None), ({}, None), *QUANTIZED])
+def test_a_quantized_checkpoint_is_planned_as_such_unless_told_otherwise(tmp_path, stored, recipe):
+    keys = LLAMA if stored is None else LLAMA | {"quantization_config": stored}
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    model = models.find_model(str(tmp_path), {})
+    assert options.engine_config(model, options.Asked()).quantize == recipe
+    assert options.engine_config(model, options.Asked(quant="none")).quantize is None
+    assert options.engine_config(model, options.Asked(), "cpu").quantize is None  # dequantized
+    asked = options.Asked(quant="int4" if recipe == "int8" else "int8")
+    if recipe is None:
+        assert options.engine_config(model, asked).quantize == "int8"
+        return
+    with pytest.raises(ValueError, match=f"stay as they are .planned as {recipe}"):
+        options.engine_config(model, asked)
+    freed = dataclasses.replace(asked, overrides=["weights=dequantized"])
+    assert options.engine_config(model, freed).quantize == asked.quant
+
+
+@pytest.mark.parametrize(("stored", "reason"), UNREAD)
+def test_weights_that_the_engine_refuses_are_planned_only_when_told_how(tmp_path, stored, reason):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"quantization_config": stored}))
+    model = models.find_model(str(tmp_path), {})
+    with pytest.raises(ValueError, match=f"{reason}.*--quant=none plans it dequantized"):
+        options.engine_config(model, options.Asked())
+    assert options.engine_config(model, options.Asked(quant="none")).quantize is None
+    told = options.Asked(overrides=["quantize=int4"])
+    assert options.engine_config(model, told).quantize == "int4"
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ({"context": 64, "overrides": ["max_len=32"]}, "--context=64 and --set max_len=32"),
+        ({"quant": "int8", "overrides": ["quantize=none"]}, "--quant=int8 and --set quantize="),
+        ({"rows": 2, "overrides": ["scheduler.max_rows=3"]}, "--rows=2 and --set"),
+        ({"mesh": "tensor=2", "overrides": ["mesh.data=2"]}, "'tensor=2' and --set mesh.data"),
+        ({"is_search": True, "overrides": ["mesh.tensor=2"]}, "leave out --set mesh.tensor"),
+        ({"is_search": True, "mesh": "tensor=2"}, "leave out --mesh, or --search"),
+        ({"chunk": 10**10}, r"--chunk .* 10,000,000,000; plans take at most 1,048,576"),
+        ({"overrides": ["scheduler.max_rows=100000"]}, "--rows .* plans take at most 65,536"),
+    ],
+)
+def test_options_that_would_have_no_effect_or_no_end_are_refused(asked, reason):
+    with pytest.raises(ValueError, match=reason):
+        options.engine_config(models.from_table("tiny", LLAMA), options.Asked(**asked))
+
+
+def test_a_search_keeps_to_a_quantization_that_is_asked_for_and_a_presets_mesh_is_no_order():
+    model = models.from_table("tiny", LLAMA)
+    for kinds, asked in (
+        (("int4",), options.Asked(overrides=["quantize=int4"])),
+        ((None,), options.Asked(quant="none")),
+        (options.SEARCHED, options.Asked("llama31_70b_v5e16", context=64, is_search=True)),
+        (("int8",), options.Asked("deepseek_v3_v5p16", context=64, is_search=True)),
+        ((None,), options.Asked("deepseek_v3_v5p16", quant="none", context=64, is_search=True)),
+    ):
+        config = options.engine_config(model, asked)
+        assert options.kinds_of(asked, config) == kinds
+    stored = model._replace(stored=models.Stored("gptq", "int4", ""))
+    config = options.engine_config(stored, options.Asked())
+    assert options.kinds_of(options.Asked(), config) == ("int4",)
+
+
+def test_a_length_that_is_set_is_the_context():
+    model = models.from_table("tiny", LLAMA)
+    asked = options.Asked(overrides=["max_len=48"])
+    assert options.context_of(model, options.engine_config(model, asked), asked) == 48
+
+
+def test_a_length_past_the_models_is_taken_or_refused_as_the_engine_does(monkeypatch):
+    said = []
+    monkeypatch.setattr(logging, "warning", lambda text, *values: said.append(text % values))
+    model, asked = models.from_table("tiny", LLAMA), options.Asked(overrides=["max_len=2048"])
+    config = options.engine_config(model, asked)
+    assert options.context_of(model, config, asked) == 2048
+    step = compile_steps.StepProgram(chip(monkeypatch, "v5e"), model, config)
+    assert step.max_len == 2048 == 64 * step.program.sizes.table_width
+    assert said == ["max_len is 2048, past the 512 positions that the model was made for"]
+    with pytest.raises(ConfigError, match="max_len is 2048; this model has a table of 512"):
+        options.engine_config(models.from_table("tiny", GPT2), asked)
+
+
+def test_the_type_of_numbers_is_what_the_engine_takes_there():
+    model = models.from_table("tiny", LLAMA)
+    for overrides, platform, dtype in (
+        ((), "cpu", "float32"), ((), "gpu", "bfloat16"), (("dtype=auto",), "tpu", "bfloat16"),
+        (("dtype=bfloat16",), "cpu", "bfloat16"),
+    ):  # fmt: skip
+        asked = options.Asked(overrides=overrides)
+        assert options.engine_config(model, asked, platform).dtype == dtype
+
+
+def test_a_gguf_file_is_planned_by_the_bytes_of_its_weights():
+    model = models.find_model(str(demo_model_path()), {})
+    assert model.stored == models.Stored("gguf", "int4")
+    assert models.find_model("demo", {}).config == model.config
+    assert options.engine_config(model, options.Asked()).quantize == "int4"
+
+
+def convert(source: Path, folder: Path, kind: str | None, *, keep_packed: bool) -> Path:
+    checkpoint = open_checkpoint(source)
+    model = functional_model(checkpoint, Numerics(np.dtype(jnp.bfloat16)))
+    weights = load_weights(checkpoint, model, keep_packed=keep_packed, quantize=kind)
+    write_converted(checkpoint, model, weights, folder, quantization=kind)
+    return folder
+
+
+def test_a_converted_checkpoint_is_planned_by_what_was_written(tmp_path):
+    plain = write_checkpoint(TinyLlama(num_layers=1), tmp_path / "plain")
+    awq, _ = write_quantized("awq", tmp_path)
+    for source, kind, keep_packed, recipe in (
+        (plain, None, True, None), (plain, "int8", True, "int8"),
+        (plain, "float8_w8a8", True, "float8_w8a8"),
+        (awq, None, True, "int4"), (awq, None, False, None),
+    ):  # fmt: skip
+        folder = tmp_path / f"{source.name}-{kind}-{keep_packed}"
+        stored = models.find_model(
+            str(convert(source, folder, kind, keep_packed=keep_packed)), {}
+        ).stored
+        assert stored == (recipe and models.Stored("converted", recipe)), folder.name
