@@ -43,11 +43,12 @@ class CacheConfig:
 
 @dataclasses.dataclass(frozen=True)
 class SchedulerConfig:
-    """Who runs when. `max_tokens` is a step's budget over all rows: prompts are cut to it."""
+    """Who runs when. `max_num_batched_tokens` is a step's budget over all rows: prompts are cut to
+    it."""
 
     policy: Literal["first_come", "priority", "static"] = "first_come"
-    max_tokens: int = at_least(1, 512)
-    max_rows: int = at_least(1, 64)  # requests that run at once
+    max_num_batched_tokens: int = at_least(1, 512)
+    max_num_seqs: int = at_least(1, 64)  # requests that run at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +89,7 @@ class EngineConfig:
     # Products' weights that the checkpoint has not quantized; w8a8: activations too,
     # but for those of experts.
     quantize: Literal["int8", "int4", "float8", "int8_w8a8", "float8_w8a8"] | None = None
-    max_len: int | None = at_least(2, None)  # prompt + output; None: the model's
+    max_model_len: int | None = at_least(2, None)  # prompt + output; None: the model's
     seed: int = at_least(0, 0)  # requests without a seed of their own get one drawn from this
     overlap: bool = True  # plan and dispatch step N+1 before reading step N
     batch_invariant: bool = False  # bit-equal results whatever shares the batch; slower
@@ -103,10 +104,11 @@ class EngineConfig:
         sizes = (getattr(self.cache, name, None) for name in ("num_pages", "memory_bytes"))
         if None not in sizes:
             problems.append("cache.num_pages and cache.memory_bytes are both set; set one")
-        budget: Any = getattr(self.scheduler, "max_tokens", None)
+        budget: Any = getattr(self.scheduler, "max_num_batched_tokens", None)
         if fits(self.min_bucket, int) and fits(budget, int) and self.min_bucket > budget:
             problems.append(
-                f"min_bucket is {self.min_bucket}; it must be at most scheduler.max_tokens "
+                f"min_bucket is {self.min_bucket}; it must be at most "
+                f"scheduler.max_num_batched_tokens "
                 f"({budget})"
             )
         if self.batch_invariant and getattr(self.mesh, "seq", 1) != 1:
@@ -125,14 +127,14 @@ class EngineConfig:
     @property
     def max_running(self) -> int:
         """Requests that run at once, over all replicas."""
-        return self.mesh.data * self.scheduler.max_rows
+        return self.mesh.data * self.scheduler.max_num_seqs
 
     @property
     def buckets(self) -> tuple[int, ...]:
         """The numbers of tokens a step is compiled for: powers up to the budget, and the budget."""
         # Batch invariance needs whole tiles: fewer tokens would take another path through XLA.
         unit = INVARIANT_TILE if self.batch_invariant else 1
-        largest = -(-self.scheduler.max_tokens // unit) * unit
+        largest = -(-self.scheduler.max_num_batched_tokens // unit) * unit
         if self.mesh.pipe > 1 and self.mesh.seq > 1 and largest > zigzag.MAX_TOGETHER:
             return (largest,)  # tokens between two stages lie as their own step split them
         sizes, size = [], -(-self.min_bucket // unit) * unit

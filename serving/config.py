@@ -20,7 +20,7 @@ from jaxinfer.options import (
 class LimitsConfig:
     """What the server takes on at once; see `serving/loop.py` for the rules."""
 
-    max_waiting: int = at_least(0, 256)  # requests beyond scheduler.max_rows
+    max_waiting: int = at_least(0, 256)  # requests beyond scheduler.max_num_seqs
     max_waiting_texts: int = at_least(0, 4096)  # the same of an encoder, which takes many at once
     max_waiting_tokens: int = at_least(1, 1_000_000)  # prompt tokens that wait for a first token
     max_unread_tokens: int = at_least(1, 4096)  # output a client may leave unread; then it is cut

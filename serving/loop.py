@@ -5,7 +5,8 @@
 
 Rules, each with a test:
 
-* **Inbox.** A request is taken while fewer than `scheduler.max_rows + limits.max_waiting` samples
+* **Inbox.** A request is taken while fewer than `scheduler.max_num_seqs + limits.max_waiting`
+samples
   (of an encoder: texts, `max_waiting_texts`) are unfinished, and while prompts that wait for their
   first token stay within `limits.max_waiting_tokens`; else it is refused at once (OVERLOADED).
 * **Outbox.** What a client has not read is joined into one delta a sample, so it grows with tokens

@@ -18,7 +18,9 @@ class Places:
         self._limit = "max_waiting_texts" if is_encoder else "max_waiting"
         self._what, self._field = ("texts", "input") if is_encoder else ("samples", "n")
         has_replicas = engine.config.mesh.data > 1
-        self._rows = "mesh.data * scheduler.max_rows" if has_replicas else "scheduler.max_rows"
+        self._rows = (
+            "mesh.data * scheduler.max_num_seqs" if has_replicas else "scheduler.max_num_seqs"
+        )
         self.most = engine.config.max_running + getattr(limits, self._limit)
         self.num_taken = 0
 

@@ -340,7 +340,8 @@ def _plan(engine: Engine | Replicas | Embedder) -> str:
     about = f"{engine.name}: {about_weights(engine)}; computed as {model.numerics.dtype.name}"
     if isinstance(engine, Embedder):
         return (
-            f"{about}, vectors of {engine.dim} numbers, texts of up to {engine.max_len} tokens, "
+            f"{about}, vectors of {engine.dim} numbers, texts of up to {engine.max_model_len} "
+            f"tokens, "
             f"{engine.num_programs} programs; compiling"
         )
     most = f"up to {engine.config.max_running} requests at once"

@@ -265,7 +265,7 @@ def _model_info(engine: Engine | Replicas | Embedder, name: str | None) -> Model
     return ModelInfo(
         name=name or engine.name or "model",
         vocab_size=config.vocab_size,
-        max_len=engine.max_len,
+        max_len=engine.max_model_len,
         num_parameters=engine.model.num_parameters,
         dtype=str(engine.model.numerics.dtype),
         has_chat_template=engine.tokenizer is not None and engine.tokenizer.has_chat_template,

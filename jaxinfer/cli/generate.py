@@ -153,8 +153,8 @@ def print_plan(engine: Engine | Replicas) -> None:
         "weights": about_weights(engine),
         "mesh": about_mesh(engine),
         "cache": about_cache(engine),
-        "context": f"{engine.max_len:,} tokens; up to {config.max_running} requests at once",
-        "step": f"at most {config.scheduler.max_tokens} tokens, compiled for "
+        "context": f"{engine.max_model_len:,} tokens; up to {config.max_running} requests at once",
+        "step": f"at most {config.scheduler.max_num_batched_tokens} tokens, compiled for "
         + ", ".join(map(str, config.buckets)),
     }
     for name, line in lines.items():

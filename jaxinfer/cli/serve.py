@@ -2,7 +2,7 @@
 
     python scripts/serve.py --model=demo --config=demo
     python scripts/serve.py --model=PATH --http_port=0 --grpc_port=none --host=0.0.0.0
-    python scripts/serve.py --model=demo --set scheduler.max_rows=8 --set serving.drain_s=60
+    python scripts/serve.py --model=demo --set scheduler.max_num_seqs=8 --set serving.drain_s=60
 
 `--config=PRESET` and `--set key.path=value` reach every option of the engine, and of the server
 under `serving.`; the flags of their own are short for some of these, and win. When requests are

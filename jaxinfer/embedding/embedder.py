@@ -75,9 +75,9 @@ class Embedder:
         self.options = options or SentenceOptions()
         self.tokenizer = tokenizer
         self.name = name
-        self.max_len = self._max_len()
+        self.max_model_len = self._max_model_len()
         self.dim = model.config.model_dim * len(self.options.pooling)
-        self.buckets = buckets_for(config, self.max_len)
+        self.buckets = buckets_for(config, self.max_model_len)
         self.last_step = StepStats()
         self.num_computed = 0  # tokens run through the model, without padding
         self.num_steps = 0
@@ -91,11 +91,12 @@ class Embedder:
         self._in_flight: _InFlight | None = None
         self._num_added = 0
 
-    def _max_len(self) -> int:
-        most, asked = self.model.config.max_len, self.config.max_len
+    def _max_model_len(self) -> int:
+        most, asked = self.model.config.max_len, self.config.max_model_len
         if asked is not None and asked > most:
             raise ConfigError(
-                f"max_len is {asked}; this encoder has {most} positions: lower it or leave it out"
+                f"max_model_len is {asked}; this encoder has {most} positions: lower it or "
+                "leave it out"
             )
         return asked or min(self.options.max_len or most, most)
 
@@ -161,9 +162,10 @@ class Embedder:
             raise InvalidRequestError(text, "priority")
         if not num_tokens:
             raise InvalidRequestError("the text is empty; it needs at least one token", "prompt")
-        if num_tokens > self.max_len:
+        if num_tokens > self.max_model_len:
             raise InvalidRequestError(
-                f"the text has {num_tokens} tokens; this model takes {self.max_len}: shorten it, "
+                f"the text has {num_tokens} tokens; this model takes {self.max_model_len}: shorten "
+                f"it, "
                 "or set truncate to have it cut",
                 "prompt",
             )

@@ -25,7 +25,7 @@ def encode_text(
     hold: a text's last words, not its special tokens; of token ids the last ones. Raises
     `InvalidRequestError`; the length without `truncate` is the embedder's to check.
     """
-    max_len = embedder.max_len
+    max_model_len = embedder.max_model_len
     if not isinstance(text, str):
         if prompt_name:
             raise InvalidRequestError(
@@ -33,7 +33,7 @@ def encode_text(
                 "before a text alone",
                 "prompt_name",
             )
-        return list(text[:max_len] if truncate else text)
+        return list(text[:max_model_len] if truncate else text)
     prompt = prompt_of(embedder, prompt_name)
     if embedder.tokenizer is None:
         raise InvalidRequestError("this model has no tokenizer; give token ids", "prompt")
@@ -42,9 +42,9 @@ def encode_text(
         text = text.lower()
     try:
         ids = embedder.tokenizer.encode(text)
-        if truncate and len(ids) > max_len:
+        if truncate and len(ids) > max_model_len:
             bare = embedder.tokenizer.encode(text, add_special_tokens=False)
-            return truncated(ids, bare, embedder.tokenizer.encode(""), max_len)
+            return truncated(ids, bare, embedder.tokenizer.encode(""), max_model_len)
     except ValueError as error:
         raise InvalidRequestError(str(error), "prompt") from error
     return ids
@@ -76,9 +76,9 @@ def prompt_of(embedder: Embedder, name: str | None) -> str:
     return options.prompts.get(name, "")
 
 
-def truncated(ids: list[int], bare: list[int], empty: list[int], max_len: int) -> list[int]:
+def truncated(ids: list[int], bare: list[int], empty: list[int], max_model_len: int) -> list[int]:
     """`ids` without the last tokens of the text: `bare` are the text's own, `empty` those that an
-    empty text has. The special tokens at the end stay as far as `max_len` has room."""
+    empty text has. The special tokens at the end stay as far as `max_model_len` has room."""
     num_special = len(ids) - len(bare)
     places = range(num_special + 1)
     start = next((i for i in places if ids[i : i + len(bare)] == bare), None)
@@ -87,8 +87,8 @@ def truncated(ids: list[int], bare: list[int], empty: list[int], max_len: int) -
     else:  # words become other tokens beside special ones
         pairs = zip(reversed(ids), reversed(empty), strict=False)
         num_last = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-    num_first = max(0, max_len - num_last)
-    return ids[:num_first] + ids[len(ids) - min(num_last, max_len) :]
+    num_first = max(0, max_model_len - num_last)
+    return ids[:num_first] + ids[len(ids) - min(num_last, max_model_len) :]
 
 
 def check_dimensions(embedder: Embedder, dimensions: int | None) -> None:

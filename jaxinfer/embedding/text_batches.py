@@ -2,8 +2,9 @@
 
 A batch is rows of one padded length. Both come in few sizes, so that few programs are compiled:
 lengths grow by `bucket_growth` from `SMALLEST_LENGTH` (or `min_bucket`) to the longest text, rows
-by `ROW_GROWTH` from 1 to as many as `scheduler.max_tokens` padded tokens and `scheduler.max_rows`
-let in; a text longer than `scheduler.max_tokens` is a batch of its own.
+by `ROW_GROWTH` from 1 to as many as `scheduler.max_num_batched_tokens` padded tokens and
+`scheduler.max_num_seqs`
+let in; a text longer than `scheduler.max_num_batched_tokens` is a batch of its own.
 """
 
 from __future__ import annotations
@@ -41,15 +42,17 @@ class Batch(NamedTuple):
         return sum(request.prompt_len for request in self.requests)
 
 
-def buckets_for(config: EngineConfig, max_len: int) -> tuple[Bucket, ...]:
+def buckets_for(config: EngineConfig, max_model_len: int) -> tuple[Bucket, ...]:
     """Every shape that is compiled, by length, then rows; the module's text has the rule."""
     lengths, length = [], max(config.min_bucket, SMALLEST_LENGTH)
-    while length < max_len:
+    while length < max_model_len:
         lengths.append(length)
         length *= config.bucket_growth
     buckets = []
-    for length in (*lengths, max_len):
-        most = max(1, min(config.scheduler.max_rows, config.scheduler.max_tokens // length))
+    for length in (*lengths, max_model_len):
+        most = max(
+            1, min(config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens // length)
+        )
         rows = 1
         while rows < most:
             buckets.append(Bucket(rows, length))
@@ -69,9 +72,9 @@ def check_config(config: EngineConfig) -> None:
     if names:
         raise ConfigError(
             f"{', '.join(names)}: for models that generate, and this one is an encoder; leave them "
-            "out (an encoder has dtype, max_len, overlap, min_bucket, bucket_growth, warm_up, "
-            "attention_backend, load_format, weights, quantize, scheduler.max_tokens and "
-            "scheduler.max_rows; it runs on one device)"
+            "out (an encoder has dtype, max_model_len, overlap, min_bucket, bucket_growth, "
+            "warm_up, attention_backend, load_format, weights, quantize, "
+            "scheduler.max_num_batched_tokens and scheduler.max_num_seqs; it runs on one device)"
         )
 
 

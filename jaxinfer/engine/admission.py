@@ -53,7 +53,7 @@ class Limits(NamedTuple):
         if room < (0 if params.max_tokens == 0 else 1):
             raise InvalidRequestError(
                 f"the prompt has {prompt_len} tokens; the context holds {self.max_len} and the "
-                "output needs at least one: shorten the prompt or raise max_len",
+                "output needs at least one: shorten the prompt or raise max_model_len",
                 "prompt",
             )
         self._check_ids(prompt_token_ids)
@@ -125,10 +125,11 @@ def context_len(asked: int | None, model: FunctionalModel) -> int:
     if asked is not None and asked > most:
         if getattr(model.config, "has_position_table", False):
             raise ConfigError(
-                f"max_len is {asked}; this model has a table of {most} positions, and no more: "
+                f"max_model_len is {asked}; this model has a table of {most} positions, and no "
+                f"more: "
                 "lower it or leave it out"
             )
-        text = "max_len is %d, past the %d positions that the model was made for"
+        text = "max_model_len is %d, past the %d positions that the model was made for"
         logging.warning(text, asked, most)
     return asked or most
 

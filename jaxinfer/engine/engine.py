@@ -93,8 +93,8 @@ class Engine:
         self.tokenizer = tokenizer
         # Some checkpoints name ids past the embedding: those are never sampled.
         self.eos_token_ids = frozenset(i for i in eos_token_ids if 0 <= i < model.config.vocab_size)
-        self.max_len = context_len(config.max_len, model)
-        self.runner = Runner(sharded, weights, config, self.max_len)
+        self.max_model_len = context_len(config.max_model_len, model)
+        self.runner = Runner(sharded, weights, config, self.max_model_len)
         self.pool = PagePool(
             self.runner.memory.num_pages,
             config.cache.page_size,
@@ -102,14 +102,14 @@ class Engine:
         )
         self.scheduler = Scheduler(
             self.pool,
-            POLICIES[config.scheduler.policy](config.scheduler.max_rows),
-            max_tokens=config.scheduler.max_tokens,
-            max_rows=config.scheduler.max_rows,
+            POLICIES[config.scheduler.policy](config.scheduler.max_num_seqs),
+            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+            max_num_seqs=config.scheduler.max_num_seqs,
             restart_len=model.config.length_limit if model.family.restarts_at_limit else None,
             num_stages=sharded.num_stages,
         )
         pages = self.pool.num_pages, self.pool.page_size
-        self.limits = Limits(model.config.vocab_size, self.max_len, *pages, tokenizer)
+        self.limits = Limits(model.config.vocab_size, self.max_model_len, *pages, tokenizer)
         self.last_step = StepStats()
         self.num_generated = 0  # tokens handed out since the start
         self.num_computed = 0  # tokens that steps have run through the model
@@ -187,7 +187,8 @@ class Engine:
     ) -> list[Request]:
         """Queue a prompt; one request for each of `params.n` samples.
 
-        Output ends at `max_tokens` or where the context of `max_len` tokens is full. Requests with
+        Output ends at `max_tokens` or where the context of `max_model_len` tokens is full.
+        Requests with
         different `cache_salt` share no cached pages. Raises `InvalidRequestError`, and then nothing
         has changed.
         """

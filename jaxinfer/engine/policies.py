@@ -33,8 +33,8 @@ class Policy(Protocol):
 class FirstCome:
     """Continuous batching in order of arrival."""
 
-    def __init__(self, max_rows: int):
-        self.max_rows = max_rows
+    def __init__(self, max_num_seqs: int):
+        self.max_num_seqs = max_num_seqs
 
     def order(self, request: Request) -> tuple[int, ...]:
         return (request.arrival,)
@@ -59,16 +59,16 @@ class Priority(FirstCome):
 class Static(FirstCome):
     """Static batching, the baseline: a batch fills up, closes, and runs until its last one ends.
 
-    It closes with `max_rows` members, or when nothing is left waiting.
+    It closes with `max_num_seqs` members, or when nothing is left waiting.
     """
 
-    def __init__(self, max_rows: int):
-        super().__init__(max_rows)
-        self._room = max_rows
+    def __init__(self, max_num_seqs: int):
+        super().__init__(max_num_seqs)
+        self._room = max_num_seqs
 
     def may_admit(self, num_running: int) -> bool:
         if num_running == 0:
-            self._room = self.max_rows
+            self._room = self.max_num_seqs
         return self._room > 0
 
     def admitted(self) -> None:

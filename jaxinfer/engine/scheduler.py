@@ -68,7 +68,8 @@ class Plan(NamedTuple):
 class Scheduler:
     """Owns the queues, the slots and the page pool.
 
-    `max_tokens` is the budget of a step, `max_rows` the number of slots. Requests must fit:
+    `max_num_batched_tokens` is the budget of a step, `max_num_seqs` the number of slots. Requests
+    must fit:
     `pool.pages_for(request.max_len - 1) <= pool.num_pages` (the engine checks at admission).
     """
 
@@ -77,20 +78,20 @@ class Scheduler:
         pool: PagePool,
         policy: Policy,
         *,
-        max_tokens: int,
-        max_rows: int,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
         restart_len: int | None = None,
         num_stages: int = 1,
     ):
         self.pool = pool
         self.policy = policy
-        self.max_tokens = max_tokens
+        self.max_num_batched_tokens = max_num_batched_tokens
         self.restart_len = restart_len
         self.num_stages = num_stages
         self.waiting: list[Request] = []  # in the policy's order
         self.running: list[Request] = []  # the same
-        self._max_rows = max_rows
-        self._free_slots = list(range(max_rows - 1, -1, -1))
+        self._max_rows = max_num_seqs
+        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._resting: deque[tuple[int, int]] = deque()  # slots, and the step when they are free
         self._num_planned = 0  # steps
         self.num_preemptions = 0
@@ -182,7 +183,7 @@ class Scheduler:
             self._restart(self.restart_len, plan)
         running = self._ready()
         todo = [request.num_remaining for request in running]
-        budget = self.max_tokens
+        budget = self.max_num_batched_tokens
         chunk_budget = max(0, budget - todo.count(1))
         for request, remaining in zip(running, todo, strict=True):
             num_tokens = min(remaining, budget if remaining == 1 else chunk_budget)

@@ -25,8 +25,8 @@ class StepShape(NamedTuple):
     num_entries: int  # a row of n tokens takes at most 1 + (n - 1) // B new pages
 
     @classmethod
-    def of_bucket(cls, num_tokens: int, max_rows: int, page_size: int) -> StepShape:
-        num_rows = min(num_tokens, max_rows)
+    def of_bucket(cls, num_tokens: int, max_num_seqs: int, page_size: int) -> StepShape:
+        num_rows = min(num_tokens, max_num_seqs)
         return cls(num_tokens, num_rows, num_rows + num_tokens // page_size)
 
 

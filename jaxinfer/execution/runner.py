@@ -34,7 +34,8 @@ CPU_SAMPLE_TILE = 8  # rows sampled at once on a CPU: their temporaries stay in 
 
 
 class Runner:
-    """Runs plans. `max_len` is the longest request in tokens; it fixes the page table's width.
+    """Runs plans. `max_model_len` is the longest request in tokens; it fixes the page table's
+    width.
 
     `stages` holds what each stage of a pipeline works on since the last `dispatch`: the plan that
     entered then, the one before it, ... (None: nothing). Without a pipeline that is one plan.
@@ -43,13 +44,15 @@ class Runner:
     `peers`, with all that they are given, and the others make them too (`hosts.follow`).
     """
 
-    def __init__(self, model: ShardedModel, weights: Weights, config: EngineConfig, max_len: int):
+    def __init__(
+        self, model: ShardedModel, weights: Weights, config: EngineConfig, max_model_len: int
+    ):
         self.model = model
         self.peers = model.peers
         self.weights = weights
         self.config = config
-        self.max_len = max_len
-        self.num_slots = config.scheduler.max_rows
+        self.max_model_len = max_model_len
+        self.num_slots = config.scheduler.max_num_seqs
         self.num_late_compiles = 0  # programs compiled after warm-up
         self.compile_seconds = 0.0  # tracing and compiling, by the clock
         self._is_warm = False
@@ -58,10 +61,10 @@ class Runner:
         self.program = engine_state.Program(
             model,
             weights,
-            sizes=engine_state.StateSizes.of(config, model.model.numerics, max_len),
+            sizes=engine_state.StateSizes.of(config, model.model.numerics, max_model_len),
             sample_tile=CPU_SAMPLE_TILE if on_cpu else None,
         )
-        self.memory = agreed_plan(self._plan_memory(), model, weights, config, max_len)
+        self.memory = agreed_plan(self._plan_memory(), model, weights, config, max_model_len)
         self._initial_state = self._compile_initial_state()
         self._make_state()
         self.table_width = self.program.sizes.table_width
@@ -192,7 +195,7 @@ class Runner:
             temporary_bytes=0 if limit is None else self._temporary_bytes(),
             page_bytes=self.program.page_bytes,
             min_tokens=2,
-            max_tokens=self.num_slots * self.max_len,
+            max_tokens=self.num_slots * self.max_model_len,
             limit=limit,
             num_on_host=self.config.mesh.num_devices // self.model.peers.num_processes,
         )

@@ -26,22 +26,22 @@ class StateSizes(NamedTuple):
 
     page_size: int
     num_slots: int
-    max_len: int
+    max_model_len: int
     cache_dtype: Any
     largest: StepShape
 
     @classmethod
-    def of(cls, config: EngineConfig, numerics: Numerics, max_len: int) -> StateSizes:
-        """Of an engine whose requests have `max_len` tokens at most."""
-        page_size, num_slots = config.cache.page_size, config.scheduler.max_rows
+    def of(cls, config: EngineConfig, numerics: Numerics, max_model_len: int) -> StateSizes:
+        """Of an engine whose requests have `max_model_len` tokens at most."""
+        page_size, num_slots = config.cache.page_size, config.scheduler.max_num_seqs
         name = config.cache.dtype
         dtype = numerics.dtype if name == "model" else jnp.dtype(name)
         largest = StepShape.of_bucket(config.buckets[-1], num_slots, page_size)
-        return cls(page_size, num_slots, max_len, dtype, largest)
+        return cls(page_size, num_slots, max_model_len, dtype, largest)
 
     @property
     def table_width(self) -> int:
-        return -(-self.max_len // self.page_size)
+        return -(-self.max_model_len // self.page_size)
 
 
 class EngineState(NamedTuple):

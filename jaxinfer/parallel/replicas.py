@@ -53,7 +53,7 @@ class Replicas:
         self.name = first.name
         self.tokenizer = first.tokenizer
         self.eos_token_ids = first.eos_token_ids
-        self.max_len = first.max_len
+        self.max_model_len = first.max_model_len
         smallest = min(engine.limits.num_pages for engine in self.engines)
         self.limits = first.limits._replace(num_pages=smallest)
         for engine in self.engines:

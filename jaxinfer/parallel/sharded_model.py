@@ -255,7 +255,10 @@ def check_overlap(config: EngineConfig, layout: Layout) -> None:
     if not layout.overlaps or largest >= least:
         return
     which = "on a GPU" if is_array else f"of {config.quantize} weights"
-    how, way = f"only in steps of {least:g} tokens", f"set scheduler.max_tokens to {least:g}"
+    how, way = (
+        f"only in steps of {least:g} tokens",
+        f"set scheduler.max_num_batched_tokens to {least:g}",
+    )
     if least == math.inf:
         how, way = "never with batch_invariant", "leave that out"
     raise MeshError(

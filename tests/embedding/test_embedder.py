@@ -173,7 +173,7 @@ def test_a_default_prompt_and_lower_case(tmp_path):
         "sentence_bert_config.json": {"do_lower_case": True},
     }
     embedder = tiny_embedder(source=write_encoder(tmp_path / "model", changes))
-    assert embedder.max_len == 128  # the model's
+    assert embedder.max_model_len == 128  # the model's
     assert encode_text(embedder, "A") == encode_text(embedder, "query: a", prompt_name="")
     assert encode_text(embedder, [2, 3]) == [2, 3]
 
@@ -224,10 +224,10 @@ def test_a_model_that_generates_does_not_embed_and_says_so():
 
 
 def test_max_len_may_be_raised_to_the_models_positions_and_no_further():
-    assert tiny_embedder({"max_len": 128}).max_len == 128
-    assert tiny_embedder({"max_len": 20}).max_len == 20
-    with pytest.raises(ConfigError, match="max_len is 129; this encoder has 128 positions"):
-        tiny_embedder({"max_len": 129})
+    assert tiny_embedder({"max_model_len": 128}).max_model_len == 128
+    assert tiny_embedder({"max_model_len": 20}).max_model_len == 20
+    with pytest.raises(ConfigError, match="max_model_len is 129; this encoder has 128 positions"):
+        tiny_embedder({"max_model_len": 129})
 
 
 @pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"quantize": "int8"}])

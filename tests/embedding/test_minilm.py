@@ -45,7 +45,7 @@ def test_embeddings_equal_the_models_own_reference(record_property):
     )
     torch.set_num_threads(num_threads)
     # Few programs: compiling is what this test waits for.
-    scheduler = SchedulerConfig(max_tokens=1024, max_rows=32)
+    scheduler = SchedulerConfig(max_num_batched_tokens=1024, max_num_seqs=32)
     config = EngineConfig(scheduler=scheduler, bucket_growth=4, warm_up=False)
     found = LLM(folder, config, show_progress=False).embed(texts, truncate=True)
     assert found.shape == (NUM_SENTENCES, 384)

@@ -40,16 +40,16 @@ def test_the_shapes_by_default():
     st.integers(2, 9),
 )
 def test_every_text_has_a_shape_and_no_batch_passes_the_budget(
-    max_len, max_tokens, max_rows, min_bucket, growth
+    max_len, max_tokens, max_num_seqs, min_bucket, growth
 ):
-    scheduler = SchedulerConfig(max_tokens=max_tokens, max_rows=max_rows)
+    scheduler = SchedulerConfig(max_num_batched_tokens=max_tokens, max_num_seqs=max_num_seqs)
     config = EngineConfig(
         scheduler=scheduler, min_bucket=min(min_bucket, max_tokens), bucket_growth=growth
     )
     buckets = buckets_for(config, max_len)
     assert buckets == tuple(dict.fromkeys(buckets)) and buckets[-1].length == max_len
     for bucket in buckets:
-        assert bucket.rows <= max_rows and bucket.length <= max_len
+        assert bucket.rows <= max_num_seqs and bucket.length <= max_len
         assert bucket.rows == 1 or bucket.rows * bucket.length <= max_tokens
     lengths = sorted({bucket.length for bucket in buckets})
     assert all(Bucket(1, length) in buckets for length in lengths)
@@ -58,7 +58,7 @@ def test_every_text_has_a_shape_and_no_batch_passes_the_budget(
 
 @given(st.lists(st.tuples(st.integers(1, 64), st.booleans()), max_size=60))
 def test_every_text_is_taken_once_and_the_oldest_is_in_the_next_batch(texts):
-    config = EngineConfig(scheduler=SchedulerConfig(max_tokens=128, max_rows=5))
+    config = EngineConfig(scheduler=SchedulerConfig(max_num_batched_tokens=128, max_num_seqs=5))
     waiting = WaitingTexts(buckets_for(config, 64))
     requests = [request(i, length) for i, (length, _) in enumerate(texts)]
     for each in requests:
@@ -76,7 +76,7 @@ def test_every_text_is_taken_once_and_the_oldest_is_in_the_next_batch(texts):
 
 
 def test_rows_that_would_be_padding_go_to_shorter_texts():
-    config = EngineConfig(scheduler=SchedulerConfig(max_tokens=256, max_rows=8))
+    config = EngineConfig(scheduler=SchedulerConfig(max_num_batched_tokens=256, max_num_seqs=8))
     waiting = WaitingTexts(buckets_for(config, 32))
     for arrival, length in enumerate([30, 31, 5, 32, 6]):
         waiting.add(request(arrival, length))

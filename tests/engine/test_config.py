@@ -37,8 +37,8 @@ GOOD: dict[str, dict[str, Any]] = {
     "cache.prefix_cache": {"true": True, "false": False},
     "cache.dtype": {"model": "model", "float32": "float32", '"bfloat16"': "bfloat16"},
     "scheduler.policy": {"static": "static", "priority": "priority"},
-    "scheduler.max_tokens": {"1": 1, "8192": 8192},
-    "scheduler.max_rows": {"1": 1, "300": 300},
+    "scheduler.max_num_batched_tokens": {"1": 1, "8192": 8192},
+    "scheduler.max_num_seqs": {"1": 1, "300": 300},
     "mesh.data": {"2": 2},
     "mesh.pipe": {"1": 1, "4": 4},
     "mesh.seq": {"2": 2},
@@ -51,7 +51,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "load_format": {"auto": "auto", "random": "random"},
     "weights": {"auto": "auto", "packed": "packed", "dequantized": "dequantized"},
     "quantize": {"int8": "int8", "float8_w8a8": "float8_w8a8", "none": None},
-    "max_len": {"2": 2, "none": None},
+    "max_model_len": {"2": 2, "none": None},
     "seed": {"0": 0, "7": 7},
     "overlap": {"false": False},
     "batch_invariant": {"true": True},
@@ -69,8 +69,8 @@ BAD: dict[str, list[str]] = {
     "cache.prefix_cache": ["1", "yes", "none"],
     "cache.dtype": ["int4", "auto", "1", "none"],
     "scheduler.policy": ["fifo", "none", "[1, 2]"],
-    "scheduler.max_tokens": ["0", "none", "many"],
-    "scheduler.max_rows": ["0", "false"],
+    "scheduler.max_num_batched_tokens": ["0", "none", "many"],
+    "scheduler.max_num_seqs": ["0", "false"],
     "mesh.data": ["0", "none"],
     "mesh.pipe": ["-2", "1.5"],
     "mesh.seq": ["0", "true"],
@@ -83,7 +83,7 @@ BAD: dict[str, list[str]] = {
     "load_format": ["gguf", "none", "1"],
     "weights": ["int8", "none", "true"],
     "quantize": ["int3", "8", "true", "auto"],
-    "max_len": ["1", "0", "1.0"],
+    "max_model_len": ["1", "0", "1.0"],
     "seed": ["-1", "nan", "none"],
     "overlap": ["0", "no"],
     "batch_invariant": ["maybe"],
@@ -159,7 +159,7 @@ def test_all_problems_are_reported_at_once():
         "unknown key scheduler.max_row",
         "seed is -1; it must be at least 0",
         "overlap is 'yes'; it must be true or false",
-        "min_bucket is 513; it must be at most scheduler.max_tokens (512)",
+        "min_bucket is 513; it must be at most scheduler.max_num_batched_tokens (512)",
         "unknown key verbose",
     ):
         assert part in message, part
@@ -232,7 +232,7 @@ def test_buckets_rise_to_the_budget_and_hold_every_step(max_tokens, growth, shar
     min_bucket = max(1, int(max_tokens * share))
     config = from_mapping(
         {
-            "scheduler": {"max_tokens": max_tokens},
+            "scheduler": {"max_num_batched_tokens": max_tokens},
             "min_bucket": min_bucket,
             "bucket_growth": growth,
         }
@@ -244,7 +244,7 @@ def test_buckets_rise_to_the_budget_and_hold_every_step(max_tokens, growth, shar
 
 
 def test_merge_goes_down_into_tables_and_later_layers_win():
-    low = {"seed": 1, "cache": {"page_size": 8, "num_pages": 2}, "scheduler": {"max_rows": 1}}
+    low = {"seed": 1, "cache": {"page_size": 8, "num_pages": 2}, "scheduler": {"max_num_seqs": 1}}
     high = {"cache": {"page_size": 16}, "seed": 3, "scheduler": 4}
     assert merge(low, high) == {
         "seed": 3,
@@ -278,8 +278,8 @@ def test_presets_ship_with_the_package():
 
 
 def test_overrides_win_over_a_preset():
-    assert load_config("demo", ["scheduler.max_rows=3"]).scheduler.max_rows == 3
-    assert load_config("demo", ["scheduler.max_rows=3"]).cache == load_config("demo").cache
+    assert load_config("demo", ["scheduler.max_num_seqs=3"]).scheduler.max_num_seqs == 3
+    assert load_config("demo", ["scheduler.max_num_seqs=3"]).cache == load_config("demo").cache
 
 
 @pytest.mark.parametrize("name", ["nothing", "nothing.toml", "../configs", ""])

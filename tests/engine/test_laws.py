@@ -25,13 +25,13 @@ MODES = {
         "cache": {"num_pages": 14, "prefix_cache": False},
         "overlap": False,
     },
-    "chunks_of_1": {"scheduler": {"max_tokens": 1}},
-    "chunks_of_5": {"scheduler": {"max_tokens": 5}},
-    "chunks_of_11": {"scheduler": {"max_tokens": 11}},
-    "all_at_once": {"scheduler": {"max_tokens": 128, "max_rows": 16}},
-    "two_rows": {"scheduler": {"max_rows": 2}},
+    "chunks_of_1": {"scheduler": {"max_num_batched_tokens": 1}},
+    "chunks_of_5": {"scheduler": {"max_num_batched_tokens": 5}},
+    "chunks_of_11": {"scheduler": {"max_num_batched_tokens": 11}},
+    "all_at_once": {"scheduler": {"max_num_batched_tokens": 128, "max_num_seqs": 16}},
+    "two_rows": {"scheduler": {"max_num_seqs": 2}},
     "priority": {"scheduler": {"policy": "priority"}},
-    "static": {"scheduler": {"policy": "static", "max_rows": 3}},
+    "static": {"scheduler": {"policy": "static", "max_num_seqs": 3}},
 }
 
 

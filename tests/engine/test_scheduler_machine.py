@@ -47,7 +47,7 @@ CONFIGS = st.fixed_dictionaries(
             {
                 "policy": st.sampled_from(["first_come", "priority", "static"]),
                 "max_tokens": st.integers(1, 20),
-                "max_rows": st.integers(1, 6),
+                "max_num_seqs": st.integers(1, 6),
             }
         ),
         "overlap": st.booleans(),
@@ -231,8 +231,8 @@ def _random_run(seed: int) -> Run:
             },
             "scheduler": {
                 "policy": rng.choice(["first_come", "priority", "static"]),
-                "max_tokens": rng.randint(1, 20),
-                "max_rows": rng.randint(1, 6),
+                "max_num_batched_tokens": rng.randint(1, 20),
+                "max_num_seqs": rng.randint(1, 6),
             },
             "overlap": rng.random() < 0.7,
         }
@@ -281,7 +281,7 @@ def test_outputs_hold_when_requests_push_each_other_out(policy, overlap, budget)
     run = Run(
         {
             "cache": {"page_size": 2, "num_pages": 7},
-            "scheduler": {"policy": policy, "max_tokens": budget, "max_rows": 6},
+            "scheduler": {"policy": policy, "max_num_batched_tokens": budget, "max_num_seqs": 6},
             "overlap": overlap,
         }
     )
@@ -299,7 +299,7 @@ def test_short_outputs_and_prompt_logprobs_survive_chunking(overlap, max_tokens,
     run = Run(
         {
             "cache": {"page_size": 4, "num_pages": 14},
-            "scheduler": {"max_tokens": budget, "max_rows": 3},
+            "scheduler": {"max_num_batched_tokens": budget, "max_num_seqs": 3},
             "overlap": overlap,
         }
     )
@@ -317,7 +317,7 @@ def test_a_cached_prompt_without_output_costs_one_token(prompt_len, page_size):
     run = Run(
         {
             "cache": {"page_size": page_size, "num_pages": 64},
-            "scheduler": {"max_tokens": 20, "max_rows": 3},
+            "scheduler": {"max_num_batched_tokens": 20, "max_num_seqs": 3},
         }
     )
     run.add(STEMS[0][:14], SamplingParams(max_tokens=1, temperature=0))

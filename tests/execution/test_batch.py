@@ -44,9 +44,9 @@ def built(
     *,
     bucket=16,
     page_size=4,
-    max_rows=NUM_SLOTS,
+    max_num_seqs=NUM_SLOTS,
 ) -> StepInputs:
-    shape = StepShape.of_bucket(bucket, max_rows, page_size)
+    shape = StepShape.of_bucket(bucket, max_num_seqs, page_size)
     packed = build(Plan(rows, [], list(entries), []), shape, NUM_SLOTS)
     assert packed.dtype == np.int32 and packed.shape == (packed_size(shape),)
     return unpack(packed, shape)
@@ -186,7 +186,7 @@ def test_page_bytes_are_what_the_pages_take(dtype):
 @given(
     page_size=st.sampled_from([1, 2, 3, 4, 16]),
     budget=st.integers(1, 40),
-    max_rows=st.integers(1, 8),
+    max_num_seqs=st.integers(1, 8),
     growth=st.integers(2, 5),
     prompts=st.lists(
         st.tuples(st.integers(1, 30), st.integers(1, 12), st.integers(1, 3)), min_size=1, max_size=8
@@ -194,14 +194,17 @@ def test_page_bytes_are_what_the_pages_take(dtype):
     num_pages=st.integers(0, 40),
 )
 def test_the_plans_of_a_real_scheduler_fit_their_buckets(
-    page_size, budget, max_rows, growth, prompts, num_pages
+    page_size, budget, max_num_seqs, growth, prompts, num_pages
 ):
     needed = max(-(-(length + more) // page_size) for length, more, _ in prompts)
     pool = PagePool(max(num_pages, needed), page_size)
-    policy = POLICIES["first_come"](max_rows)
-    scheduler = Scheduler(pool, policy, max_tokens=budget, max_rows=max_rows)
+    policy = POLICIES["first_come"](max_num_seqs)
+    scheduler = Scheduler(pool, policy, max_num_batched_tokens=budget, max_num_seqs=max_num_seqs)
     config = from_mapping(
-        {"scheduler": {"max_tokens": budget, "max_rows": max_rows}, "bucket_growth": growth}
+        {
+            "scheduler": {"max_num_batched_tokens": budget, "max_num_seqs": max_num_seqs},
+            "bucket_growth": growth,
+        }
     )
     for arrival, (length, more, token) in enumerate(prompts):
         request = Request(
@@ -223,7 +226,7 @@ def test_the_plans_of_a_real_scheduler_fit_their_buckets(
 def _check_step(scheduler: Scheduler, config: EngineConfig) -> None:
     """Plan, pack, compare, commit."""
     plan = scheduler.schedule()
-    num_slots = config.scheduler.max_rows
+    num_slots = config.scheduler.max_num_seqs
     bucket = config.bucket_for(plan.num_tokens)
     shape = StepShape.of_bucket(bucket, num_slots, scheduler.pool.page_size)
     inputs = unpack(build(plan, shape, num_slots), shape)

@@ -47,10 +47,10 @@ def test_what_was_converted_serves_by_itself_and_is_not_replaced_unasked(source,
     assert done.returncode == 0, done.stderr
     assert "4.00 bytes each" in done.stdout
     options = {
-        "max_len": 64,
+        "max_model_len": 64,
         "warm_up": False,
         "cache": {"page_size": 16, "num_pages": 8},
-        "scheduler": {"max_tokens": 16, "max_rows": 1},
+        "scheduler": {"max_num_batched_tokens": 16, "max_num_seqs": 1},
     }
     llm = LLM(out, from_mapping(options), show_progress=False)
     assert llm.engine.name == "tiny"

@@ -176,10 +176,10 @@ def llm(tmp_path_factory) -> LLM:
     config = json.loads((folder / "config.json").read_text()) | {"eos_token_id": 5}
     write(folder, {"max_new_tokens": 3, "do_sample": False, "eos_token_id": [6, 7]}, config)
     options = {
-        "max_len": 64,
+        "max_model_len": 64,
         "warm_up": False,
         "cache": {"page_size": 16, "num_pages": 8},
-        "scheduler": {"max_tokens": 16, "max_rows": 1},
+        "scheduler": {"max_num_batched_tokens": 16, "max_num_seqs": 1},
     }
     return LLM(folder, from_mapping(options), show_progress=False)
 

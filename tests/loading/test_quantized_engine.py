@@ -55,7 +55,7 @@ def test_bits_do_not_depend_on_the_batch_where_that_is_asked_for(name):
 
 def test_options_are_honoured_or_refused(tmp_path):
     quantized, plain = write_quantized("awq", tmp_path)
-    small = {"max_len": 32, "warm_up": False, "cache": {"page_size": 8, "num_pages": 8}}
+    small = {"max_model_len": 32, "warm_up": False, "cache": {"page_size": 8, "num_pages": 8}}
 
     def num_quantized(folder: Path, **options: Any) -> int:
         llm = LLM(str(folder), from_mapping(small | options), show_progress=False)

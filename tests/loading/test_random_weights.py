@@ -79,9 +79,9 @@ def test_logits_are_finite_and_differ_by_token(folder):
 CONFIG = {
     "load_format": "random",
     "warm_up": False,
-    "max_len": 64,
+    "max_model_len": 64,
     "cache": {"page_size": 16, "num_pages": 8},
-    "scheduler": {"max_tokens": 16, "max_rows": 1},
+    "scheduler": {"max_num_batched_tokens": 16, "max_num_seqs": 1},
 }
 
 

@@ -63,7 +63,10 @@ def restarted():
 @pytest.mark.parametrize(
     "options",
     [
-        {"overlap": False, "scheduler": {"max_tokens": 7, "max_rows": 3}},  # in chunks, in turns
+        {
+            "overlap": False,
+            "scheduler": {"max_num_batched_tokens": 7, "max_num_seqs": 3},
+        },  # in chunks, in turns
         {"cache": {"num_pages": 14}},  # preempted for want of pages too
     ],
 )

@@ -126,7 +126,11 @@ def test_logits_and_greedy_tokens_equal_transformers(group, name, tmp_path, reco
     record_property("difference", difference)
     assert difference <= TOLERANCE
 
-    sizes = {"scheduler": {"max_tokens": 16, "max_rows": 4}, "min_bucket": 16, "max_len": 128}
+    sizes = {
+        "scheduler": {"max_num_batched_tokens": 16, "max_num_seqs": 4},
+        "min_bucket": 16,
+        "max_model_len": 128,
+    }
     engine = running.engine(model, weights, sizes)
     params = SamplingParams(temperature=0, max_tokens=NUM_GREEDY)
     requests = [engine.add(prompt, params)[0] for prompt in prompts]

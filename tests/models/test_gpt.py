@@ -46,10 +46,10 @@ def test_batch_invariant_mode_is_equal_bit_for_bit(name, tmp_path):
 
 def test_no_position_past_the_table_can_be_asked_for(gpt2):
     model, weights = gpt2
-    with pytest.raises(ConfigError, match="max_len is 129; this model has a table of 128"):
-        running.engine(model, weights, {"max_len": 129})
-    engine = running.engine(model, weights, {"max_len": None})
-    assert engine.max_len == 128
+    with pytest.raises(ConfigError, match="max_model_len is 129; this model has a table of 128"):
+        running.engine(model, weights, {"max_model_len": 129})
+    engine = running.engine(model, weights, {"max_model_len": None})
+    assert engine.max_model_len == 128
     with pytest.raises(InvalidRequestError, match="the context holds 128"):
         engine.add([5] * 128, SamplingParams(temperature=0))
     [request] = engine.add([5] * 120, SamplingParams(temperature=0, ignore_eos=True))
@@ -59,7 +59,7 @@ def test_no_position_past_the_table_can_be_asked_for(gpt2):
 
 def test_alibi_has_no_end(tmp_path):
     model, weights = running.load(write_huggingface(CASES["bloom"], tensors_of("bloom"), tmp_path))
-    assert running.engine(model, weights, {"max_len": 300}).max_len == 300
+    assert running.engine(model, weights, {"max_model_len": 300}).max_model_len == 300
 
 
 @pytest.mark.parametrize(

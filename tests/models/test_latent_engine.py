@@ -22,7 +22,7 @@ from tests.support.family_bench import make_tensors, recorded, write_huggingface
 
 NAME = "deepseek_v3"
 # One size of step, so that one program is compiled for an engine.
-ONE_SIZE: dict[str, Any] = {"scheduler": {"max_tokens": 16}, "min_bucket": 16}
+ONE_SIZE: dict[str, Any] = {"scheduler": {"max_num_batched_tokens": 16}, "min_bucket": 16}
 
 
 @cache

@@ -47,7 +47,9 @@ def test_logits_and_greedy_tokens_equal_transformers(name, tmp_path):
         generated = reference.generate(
             torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=None
         )[0, len(prompt) :].tolist()
-    engine = running.engine(model, weights, {"max_len": 128, "scheduler": {"max_tokens": 16}})
+    engine = running.engine(
+        model, weights, {"max_model_len": 128, "scheduler": {"max_num_batched_tokens": 16}}
+    )
     params = SamplingParams(temperature=0, max_tokens=24)
     [request] = engine.add(prompt, params)
     running.run(engine)

@@ -144,7 +144,7 @@ def test_a_mesh_that_leaves_devices_out_and_what_differs_is_refused_by_both(toke
     for process_id in range(2):
         mesh, options, model = (f["refused"] for f in tokens.found(process_id) if "refused" in f)
         assert "the mesh has 4 devices (tensor 4), but the 2 processes have 8 together" in mesh
-        assert "config.scheduler.max_rows is 4 in process 0 and 5 in process 1" in options
+        assert "config.scheduler.max_num_seqs is 4 in process 0 and 5 in process 1" in options
         assert "the checkpoint's fingerprint is " in model
 
 
@@ -162,7 +162,7 @@ def test_the_script_prints_answers_on_stdout_and_nothing_else(folder):
     port = free_port()
     command = [sys.executable, "scripts/generate.py", f"--model={folder}", "--prompt=Hi"]
     command += ["--format=jsonl", "--max_tokens=2", "--cpu_devices=1", "--set", "mesh.tensor=2"]
-    for option in ("warm_up=false", "cache.num_pages=8", "max_len=64"):
+    for option in ("warm_up=false", "cache.num_pages=8", "max_model_len=64"):
         command += ["--set", option]
     command += [f"--coordinator=127.0.0.1:{port}", "--num_processes=2"]
     processes = [

@@ -237,7 +237,7 @@ def test_pages_are_the_least_of_all(group):
 
 def test_what_the_processes_do_not_agree_on_is_named_by_all_of_them(group):
     members = group(3)
-    facts = [{"config.mesh.tensor": n, "max_len": "64"} for n in ("8", "8", "4")]
+    facts = [{"config.mesh.tensor": n, "max_model_len": "64"} for n in ("8", "8", "4")]
     jobs = [lambda m=m, f=f: m.peers.agree(f, 5) for m, f in zip(members, facts, strict=True)]
     for error in at_once(*jobs):
         assert isinstance(error, HostsError)

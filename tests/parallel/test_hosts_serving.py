@@ -28,7 +28,7 @@ from tests.support.paths import SCRIPTS
 pytestmark = [pytest.mark.long, pytest.mark.once]
 
 SCRIPT = SCRIPTS / "serve.py"
-OPTIONS = merge(tiny_server.OPTIONS, {"max_len": 4096, "cache": {"num_pages": 512}})
+OPTIONS = merge(tiny_server.OPTIONS, {"max_model_len": 4096, "cache": {"num_pages": 512}})
 MESH = {"tensor": 4}
 PROMPT = "a prompt"
 MANY = 4000  # tokens: some 10 s

@@ -27,7 +27,7 @@ CHILD = SUPPORT / "replicas_child.py"
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
 SIZES = {
     "cache": {"page_size": 2, "num_pages": 40},
-    "scheduler": {"max_tokens": 8, "max_rows": 4},
+    "scheduler": {"max_num_batched_tokens": 8, "max_num_seqs": 4},
     "check_every_step": True,
 }
 # Of an engine that its replicas do not have: what each has for itself.

@@ -181,10 +181,14 @@ def test_pages_that_do_not_divide_are_refused_before_any_weight():
     ("options", "platform", "words"),
     [
         ({"quantize": "int8"}, "cpu", "of int8 weights.*1024 tokens over 2.*has 512: set sched"),
-        ({}, "gpu", "on a GPU.*1024 tokens over 2.*has 512: set scheduler.max_tokens to 1024"),
+        (
+            {},
+            "gpu",
+            "on a GPU.*1024 tokens over 2.*has 512: set scheduler.max_num_batched_tokens to 1024",
+        ),
         ({"quantize": "int8", "batch_invariant": True}, "cpu", "never with batch_invariant"),
         ({}, "cpu", None),
-        ({"quantize": "int8", "scheduler": {"max_tokens": 1024}}, "cpu", None),
+        ({"quantize": "int8", "scheduler": {"max_num_batched_tokens": 1024}}, "cpu", None),
     ],
 )
 def test_an_overlap_of_nothing_is_refused(monkeypatch, options, platform, words):

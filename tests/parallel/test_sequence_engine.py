@@ -59,6 +59,6 @@ def test_what_a_split_sequence_cannot_keep_is_refused():
 def test_stages_hand_on_tokens_that_lie_alike(seq, pipe, num_buckets):
     """What goes from one stage to the next lies as its own step split it, so all split alike."""
     config = EngineConfig(
-        mesh=MeshConfig(seq=seq, pipe=pipe), scheduler=SchedulerConfig(max_tokens=1024)
+        mesh=MeshConfig(seq=seq, pipe=pipe), scheduler=SchedulerConfig(max_num_batched_tokens=1024)
     )
     assert len(config.buckets) == num_buckets and config.buckets[-1] == 1024

@@ -146,7 +146,7 @@ def test_prompt_logprobs_cover_the_whole_prompt_however_it_is_cut(
     prompt = list(range(40, 60))
     logits = running.all_logits(model, weights, prompt).astype(np.float64)
     logp = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
-    engine = running.engine(model, weights, {"scheduler": {"max_tokens": budget}})
+    engine = running.engine(model, weights, {"scheduler": {"max_num_batched_tokens": budget}})
     params = SamplingParams(temperature=0, max_tokens=max_tokens, prompt_logprobs=2)
     for _ in range(2):  # the second would hit the prefix cache, if it were allowed to
         [request] = engine.add(prompt, params)

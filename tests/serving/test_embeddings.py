@@ -259,7 +259,7 @@ def test_whoever_leaves_is_dropped(embedder, brake):
 def test_a_deadline_and_a_full_queue(embedder, brake):
     async def main():
         async with doors(embedder, max_waiting_texts=2) as both:
-            too_many = {"input": ["a"] * 7}  # max_rows is 4
+            too_many = {"input": ["a"] * 7}  # max_num_seqs is 4
             assert await refused(both, "http", **too_many) == (INVALID[0], "input")
             said = (await post(both, **too_many)).json()["error"]["message"]
             assert said == "the request has 7 texts; this server takes on 6 at once"
@@ -365,7 +365,7 @@ def test_keys_metrics_and_what_is_told_of_the_model(embedder):
 def test_a_process_serves_a_directory_of_an_encoder(embedder, tmp_path):
     wanted = vectors_of(embedder, TEXTS)
     command = [sys.executable, "scripts/serve.py", f"--model={checkpoint()}", "--http_port=0"]
-    command += ["--grpc_port=0", "--set=bucket_growth=3", "--set=scheduler.max_rows=1"]
+    command += ["--grpc_port=0", "--set=bucket_growth=3", "--set=scheduler.max_num_seqs=1"]
     root = ROOT
     log = tmp_path / "log"
     with (

@@ -155,7 +155,7 @@ def test_the_model_and_the_engines_figures_are_told(engine):
     async def main():
         async with grpc_door(engine) as door:
             model = await door.stub.GetModel(pb.GetModelRequest())
-            assert model.name == "tiny" and model.max_len == engine.max_len
+            assert model.name == "tiny" and model.max_len == engine.max_model_len
             assert model.has_chat_template and model.created > 0
             before = await door.stub.GetStats(pb.GetStatsRequest())
             await door.stub.Complete(ask(max_tokens=8))

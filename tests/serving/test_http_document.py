@@ -48,7 +48,7 @@ def test_the_server_does_what_its_document_says(tmp_path):
         )
 
     async def main():
-        engine = tiny_engine({"max_len": 256})[0]
+        engine = tiny_engine({"max_model_len": 256})[0]
         async with http_door(engine, keys=ApiKeys([("schema", KEY)])) as door:
             door.client.headers["Authorization"] = f"Bearer {KEY}"
             await door.complete("compiled before anybody counts the seconds", max_tokens=3)

@@ -245,7 +245,7 @@ def layers() -> dict[str, Any]:
         "mesh": {"tensor": 8},
         "dtype": "float32",
         "cache": {"page_size": 16},
-        "scheduler": {"max_tokens": 32, "max_rows": 4},
+        "scheduler": {"max_num_batched_tokens": 32, "max_num_seqs": 4},
         "min_bucket": 32,
     }
     whole = tiny_plans.on_cpus(8, keys, config)

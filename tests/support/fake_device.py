@@ -65,7 +65,7 @@ class FakeRunner:
         self.page_size = config.cache.page_size
         self.num_pages = config.cache.num_pages or 0
         self.memory = SimpleNamespace(num_pages=self.num_pages)
-        self.num_slots = config.scheduler.max_rows
+        self.num_slots = config.scheduler.max_num_seqs
         self.table_width = -(-max_len // self.page_size)
         self.cells: dict[tuple[int, int], tuple[str, tuple[int, ...]]] = {}
         self.tables: list[dict[int, int]] = [{} for _ in range(self.num_slots)]
@@ -151,7 +151,7 @@ def check_plan(plan: Plan, scheduler: Scheduler) -> None:
     """The laws of every plan, right after `schedule`."""
     assert 1 <= len(plan.rows) <= len(scheduler.running)
     assert all(row.num_tokens >= 1 for row in plan.rows)
-    assert plan.num_tokens <= scheduler.max_tokens
+    assert plan.num_tokens <= scheduler.max_num_batched_tokens
     sizes = [row.num_tokens > 1 for row in plan.rows]
     assert sizes == sorted(sizes), "decodes first"
     for requests in ([row.request for row in plan.rows], plan.admitted, plan.preempted):

@@ -33,7 +33,7 @@ def say(found: Any) -> None:
 
 def config_for(mesh: dict[str, int], **changes: Any) -> Any:
     """Few pages, so that requests are preempted, and one bucket."""
-    sizes = {"max_tokens": 16, "max_rows": 4, **changes}
+    sizes = {"max_tokens": 16, "max_num_seqs": 4, **changes}
     cache = {"page_size": 4, "num_pages": 18}
     return from_mapping({"mesh": mesh, "cache": cache, "scheduler": sizes, "min_bucket": 16})
 
@@ -86,7 +86,7 @@ def refusals(peers: Peers, folders: list[str]) -> None:
     rows, other = 4 + peers.process_id, folders[peers.process_id]
     cases: list[tuple[str, dict[str, int], dict[str, int]]] = [
         (folders[0], {"tensor": 4}, {}),
-        (folders[0], {"tensor": 8}, {"max_rows": rows}),
+        (folders[0], {"tensor": 8}, {"max_num_seqs": rows}),
         (other, {"tensor": 8}, {}),
     ]
     for folder, mesh, changes in cases:

@@ -101,7 +101,7 @@ def config_for(mesh: dict[str, int], **changes: Any) -> EngineConfig:
     keys = {
         "mesh": mesh,
         "cache": {"page_size": 8, "num_pages": 9},
-        "scheduler": {"max_tokens": 16, "max_rows": 4},
+        "scheduler": {"max_num_batched_tokens": 16, "max_num_seqs": 4},
         "min_bucket": 16,
         "warm_up": False,
         "check_every_step": True,

@@ -48,7 +48,7 @@ def numbered_ticks(engine: Engine) -> list[list[int | None]]:
 
 def ticks_of_16_chunks(model, weights) -> list[list[int | None]]:
     cache = {"page_size": 8, "num_pages": 64, "prefix_cache": False}
-    engine = engine_of(model, weights, cache=cache, max_len=300)
+    engine = engine_of(model, weights, cache=cache, max_model_len=300)
     engine.add(
         [1 + i % 100 for i in range(16 * CHUNK)], SamplingParams(temperature=0, max_tokens=1)
     )
@@ -57,7 +57,7 @@ def ticks_of_16_chunks(model, weights) -> list[list[int | None]]:
 
 def ticks_of_decodes(model, weights) -> list[list[int | None]]:
     cache = {"page_size": 8, "num_pages": 64}
-    scheduler = {"max_tokens": 16, "max_rows": 8}
+    scheduler = {"max_tokens": 16, "max_num_seqs": 8}
     engine = engine_of(model, weights, cache=cache, scheduler=scheduler)
     for i in range(8):
         params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)

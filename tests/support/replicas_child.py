@@ -23,12 +23,12 @@ from tests.support.tiny_checkpoints import TinyLlama, write_checkpoint  # noqa: 
 
 MODEL = TinyLlama(num_layers=1)
 OPTIONS: dict[str, Any] = {
-    "max_len": 64,
+    "max_model_len": 64,
     "warm_up": False,
     "min_bucket": 16,  # two programs an engine: compiling is what takes the time
     "seed": 3,
     "check_every_step": True,
-    "scheduler": {"max_tokens": 16, "max_rows": 4},
+    "scheduler": {"max_num_batched_tokens": 16, "max_num_seqs": 4},
     "cache": {"page_size": 8, "num_pages": 24},
 }
 MESHES = {"alone": {}, "data 4": {"data": 4}, "data 2, tensor 2": {"data": 2, "tensor": 2}}

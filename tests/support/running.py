@@ -78,12 +78,12 @@ def engine(
 ) -> Engine:
     """An engine with a small cache that checks its laws after every step."""
     small = {
-        "max_len": 96,
+        "max_model_len": 96,
         "warm_up": False,
         "bucket_growth": 32,  # two programs an engine: compiling is what these tests wait for
         "check_every_step": True,
         "cache": {"page_size": 8, "num_pages": 64},
-        "scheduler": {"max_tokens": 32, "max_rows": 8},
+        "scheduler": {"max_num_batched_tokens": 32, "max_num_seqs": 8},
     }
     config: EngineConfig = from_mapping(merge(small, options or {}))
     return Engine(model, weights, config, **named)

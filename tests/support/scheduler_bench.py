@@ -24,8 +24,8 @@ class Bench:
         self.scheduler = Scheduler(
             self.pool,
             POLICIES[policy](rows),
-            max_tokens=budget,
-            max_rows=rows,
+            max_num_batched_tokens=budget,
+            max_num_seqs=rows,
             num_stages=num_stages,
         )
         self.num_added = 0

@@ -166,7 +166,7 @@ def of_a_whole_step(count: int, tokens: int) -> int:
         "mesh": {"seq": count},
         "dtype": "float32",
         "min_bucket": count * tokens,
-        "scheduler": {"max_tokens": count * tokens, "max_rows": 2},
+        "scheduler": {"max_num_batched_tokens": count * tokens, "max_num_seqs": 2},
     }
     program = tiny_plans.on_cpus(count, table, config)
     return program.compile(count * tokens, 8).memory()["temporaries"]

@@ -29,7 +29,9 @@ MIXED = [PREFIX + RNG.integers(3, 90, n).tolist() for n in (1, 20, 40, 9)] + [[5
 
 def engine(options: dict[str, Any]) -> Any:
     model, weights = running.tiny("mha")
-    return running.engine(model, weights, {"max_len": 128, "cache": {"num_pages": None}} | options)
+    return running.engine(
+        model, weights, {"max_model_len": 128, "cache": {"num_pages": None}} | options
+    )
 
 
 def outputs(engine: Any) -> dict[str, Any]:

@@ -48,7 +48,7 @@ FILES: Mapping[str, Any] = {
 OPTIONS: dict[str, Any] = {
     "warm_up": False,
     "bucket_growth": 3,
-    "scheduler": {"max_tokens": 192, "max_rows": 4},
+    "scheduler": {"max_num_batched_tokens": 192, "max_num_seqs": 4},
 }
 
 

@@ -25,12 +25,12 @@ from tests.support.tiny_checkpoints import TinyLlama, write_checkpoint
 
 MODEL = TinyLlama(num_layers=1, max_positions=4096, seed=1)
 OPTIONS: dict[str, Any] = {
-    "max_len": 512,
+    "max_model_len": 512,
     "warm_up": False,
     "bucket_growth": 64,  # few programs: compiling is what these tests wait for
     "check_every_step": True,
     "cache": {"page_size": 8, "num_pages": 256},
-    "scheduler": {"max_tokens": 64, "max_rows": 4},
+    "scheduler": {"max_num_batched_tokens": 64, "max_num_seqs": 4},
 }
 
 

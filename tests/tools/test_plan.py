@@ -118,15 +118,15 @@ def test_the_last_layers_stand_for_the_others():
 def test_flags_change_a_preset_and_a_preset_needs_none():
     model = models.find_model("llama31_70b", compile_matrix.load_matrix()["models"])
     preset = options.engine_config(model, options.Asked("llama31_70b_v5e16"))
-    assert preset.mesh == MeshConfig(tensor=16) and preset.max_len == 32768
+    assert preset.mesh == MeshConfig(tensor=16) and preset.max_model_len == 32768
     asked = options.Asked(
         "llama31_70b_v5e16", "pipe=2,tensor=8", "int8", 4096, overrides=["seed=1"]
     )
     changed = options.engine_config(model, asked)
     assert changed.mesh == MeshConfig(pipe=2, tensor=8) and changed.quantize == "int8"
-    assert (changed.max_len, changed.seed, changed.scheduler) == (4096, 1, preset.scheduler)
+    assert (changed.max_model_len, changed.seed, changed.scheduler) == (4096, 1, preset.scheduler)
     bare = options.engine_config(model, options.Asked())
-    assert (bare.max_len, bare.dtype, bare.scheduler.max_rows) == (8192, "bfloat16", 64)
+    assert (bare.max_model_len, bare.dtype, bare.scheduler.max_num_seqs) == (8192, "bfloat16", 64)
     for context in (1, 200_000):
         with pytest.raises(ValueError, match="llama31_70b takes 2 to 131,072 tokens"):
             options.engine_config(model, options.Asked(context=context))

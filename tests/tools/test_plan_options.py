@@ -63,14 +63,17 @@ def test_weights_that_the_engine_refuses_are_planned_only_when_told_how(tmp_path
 @pytest.mark.parametrize(
     ("asked", "reason"),
     [
-        ({"context": 64, "overrides": ["max_len=32"]}, "--context=64 and --set max_len=32"),
+        (
+            {"context": 64, "overrides": ["max_model_len=32"]},
+            "--context=64 and --set max_model_len=32",
+        ),
         ({"quant": "int8", "overrides": ["quantize=none"]}, "--quant=int8 and --set quantize="),
-        ({"rows": 2, "overrides": ["scheduler.max_rows=3"]}, "--rows=2 and --set"),
+        ({"rows": 2, "overrides": ["scheduler.max_num_seqs=3"]}, "--rows=2 and --set"),
         ({"mesh": "tensor=2", "overrides": ["mesh.data=2"]}, "'tensor=2' and --set mesh.data"),
         ({"is_search": True, "overrides": ["mesh.tensor=2"]}, "leave out --set mesh.tensor"),
         ({"is_search": True, "mesh": "tensor=2"}, "leave out --mesh, or --search"),
         ({"chunk": 10**10}, r"--chunk .* 10,000,000,000; plans take at most 1,048,576"),
-        ({"overrides": ["scheduler.max_rows=100000"]}, "--rows .* plans take at most 65,536"),
+        ({"overrides": ["scheduler.max_num_seqs=100000"]}, "--rows .* plans take at most 65,536"),
     ],
 )
 def test_options_that_would_have_no_effect_or_no_end_are_refused(asked, reason):
@@ -96,20 +99,20 @@ def test_a_search_keeps_to_a_quantization_that_is_asked_for_and_a_presets_mesh_i
 
 def test_a_length_that_is_set_is_the_context():
     model = models.from_table("tiny", LLAMA)
-    asked = options.Asked(overrides=["max_len=48"])
+    asked = options.Asked(overrides=["max_model_len=48"])
     assert options.context_of(model, options.engine_config(model, asked), asked) == 48
 
 
 def test_a_length_past_the_models_is_taken_or_refused_as_the_engine_does(monkeypatch):
     said = []
     monkeypatch.setattr(logging, "warning", lambda text, *values: said.append(text % values))
-    model, asked = models.from_table("tiny", LLAMA), options.Asked(overrides=["max_len=2048"])
+    model, asked = models.from_table("tiny", LLAMA), options.Asked(overrides=["max_model_len=2048"])
     config = options.engine_config(model, asked)
     assert options.context_of(model, config, asked) == 2048
     step = compile_steps.StepProgram(chip(monkeypatch, "v5e"), model, config)
-    assert step.max_len == 2048 == 64 * step.program.sizes.table_width
-    assert said == ["max_len is 2048, past the 512 positions that the model was made for"]
-    with pytest.raises(ConfigError, match="max_len is 2048; this model has a table of 512"):
+    assert step.max_model_len == 2048 == 64 * step.program.sizes.table_width
+    assert said == ["max_model_len is 2048, past the 512 positions that the model was made for"]
+    with pytest.raises(ConfigError, match="max_model_len is 2048; this model has a table of 512"):
         options.engine_config(models.from_table("tiny", GPT2), asked)
 
 

@@ -39,27 +39,31 @@ def check_mesh(config: EngineConfig, peers: Peers) -> None:
 
 
 def agreed_plan(
-    plan: MemoryPlan, model: ShardedModel, weights: Weights, config: EngineConfig, max_len: int
+    plan: MemoryPlan,
+    model: ShardedModel,
+    weights: Weights,
+    config: EngineConfig,
+    max_model_len: int,
 ) -> MemoryPlan:
     """`plan`, made for this process's devices, with the pages that every process has room for.
     `HostsError` where the processes are not about to run the same."""
     num_processes = model.peers.num_processes
     if num_processes == 1:
         return plan
-    num_pages = model.peers.agree(facts_of(model, weights, config, max_len), plan.num_pages)
+    num_pages = model.peers.agree(facts_of(model, weights, config, max_model_len), plan.num_pages)
     source = f"{plan.source}; the least of {num_processes} processes"
     return dataclasses.replace(plan, num_pages=num_pages, source=source)
 
 
 def facts_of(
-    model: ShardedModel, weights: Weights, config: EngineConfig, max_len: int
+    model: ShardedModel, weights: Weights, config: EngineConfig, max_model_len: int
 ) -> dict[str, str]:
     """By name: the engine's options, the model's, and the shape and type of each parameter's
     arrays: several of a quantized one."""
     facts = {f"config.{name}": value for name, value in _flat(config)}
     facts["model.family"] = model.model.family.name
     facts |= {f"model.{name}": value for name, value in _flat(model.model.config)}
-    facts["max_len"] = str(max_len)
+    facts["max_model_len"] = str(max_model_len)
     for spec, weight in zip(model.parameters, weights, strict=True):
         arrays = [f"{a.dtype} {list(a.shape)}" for a in jax.tree.leaves(weight)]
         facts[spec.path] = ", ".join(arrays)

@@ -83,7 +83,9 @@ def one_layer_engine(
     )
     page_size = engine.config.cache.page_size
     pages = num_rows * -(-num_tokens // page_size)
-    settings = with_scheduler(with_pages(engine.config, pages), max_rows=num_rows, max_tokens=512)
+    settings = with_scheduler(
+        with_pages(engine.config, pages), max_num_seqs=num_rows, max_tokens=512
+    )
     settings = dataclasses.replace(settings, overlap=False)
     tokenizer = engine.tokenizer if with_text else None
     return Engine(model, weights, settings, tokenizer=tokenizer, name="one layer")
@@ -110,7 +112,9 @@ def host_work(engine: Engine, prompts: Prompts, num_steps: int) -> HostWork:
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
     for prompt in prompts:
         engine.add(prompt, params)
-    for _ in range(4 + len(prompts) * len(prompts[0]) // engine.config.scheduler.max_tokens):
+    for _ in range(
+        4 + len(prompts) * len(prompts[0]) // engine.config.scheduler.max_num_batched_tokens
+    ):
         engine.step()
     work = HostWork([], [])
     for _ in range(num_steps):

@@ -163,10 +163,10 @@ def mixed(bench: Bench, num_requests: int = 64) -> list[Measure]:
     prompt_lens, output_lens = mixed_lengths(num_requests)
     static = bench_engine.sibling(
         bench.engine,
-        bench_engine.with_scheduler(bench.engine.config, policy="static", max_rows=STATIC_ROWS),
+        bench_engine.with_scheduler(bench.engine.config, policy="static", max_num_seqs=STATIC_ROWS),
     )
     narrow = bench_engine.sibling(
-        bench.engine, bench_engine.with_scheduler(bench.engine.config, max_rows=STATIC_ROWS)
+        bench.engine, bench_engine.with_scheduler(bench.engine.config, max_num_seqs=STATIC_ROWS)
     )
 
     def work() -> list[float]:

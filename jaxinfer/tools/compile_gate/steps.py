@@ -57,10 +57,10 @@ class StepProgram:
         whole = FunctionalModel(model.family, model.config, numerics)
         self.model = ShardedModel(whole, layout, self.chip.mesh)
         # Past the model's too: `planner.options` has asked the engine, once, so that it warns once.
-        self.max_len = config.max_len or model.config.max_len
+        self.max_model_len = config.max_model_len or model.config.max_len
         self.weights = abstract_weights(self.chip, self.model, config.quantize)
         self.weight_bytes = sum(map(bytes_on_a_device, jax.tree.leaves(self.weights)))
-        sizes = StateSizes.of(config, numerics, self.max_len)
+        sizes = StateSizes.of(config, numerics, self.max_model_len)
         with self.chip.in_use():
             self.program = Program(self.model, self.weights, sizes=sizes)
         self.page_bytes = self.program.page_bytes
@@ -71,7 +71,7 @@ class StepProgram:
         return StepProgram(self.chip, part, self.config)
 
     def shape(self, bucket: int) -> StepShape:
-        rows, page_size = self.config.scheduler.max_rows, self.config.cache.page_size
+        rows, page_size = self.config.scheduler.max_num_seqs, self.config.cache.page_size
         return StepShape.of_bucket(bucket, rows, page_size)
 
     def _call(self, bucket: int, num_pages: int) -> tuple[Any, dict[str, Any]]:
@@ -175,7 +175,7 @@ def operators_per_layer(whole: StepProgram, bucket: int) -> int:
 def launches_per_layer(whole: StepProgram) -> dict[str, Any]:
     """What one more layer adds to the decode step of a device, and the kernels of one layer."""
     config = whole.config
-    rows = -(-config.scheduler.max_rows // whole.model.num_stages)
+    rows = -(-config.scheduler.max_num_seqs // whole.model.num_stages)
     bucket = config.bucket_for(rows)
     modules, seconds, cpu_seconds = [], 0.0, 0.0
     for depth in (SHALLOW, DEEP):
@@ -230,7 +230,7 @@ def memory_by_layers(
         temporary_bytes=sum(others.values()),
         page_bytes=whole.page_bytes,
         min_tokens=2,
-        max_tokens=whole.config.scheduler.max_rows * whole.max_len,
+        max_tokens=whole.config.scheduler.max_num_seqs * whole.max_model_len,
         limit=whole.chip.target.limit_bytes,
     )
     arguments = whole.weight_bytes + plan.cache_bytes + other_state

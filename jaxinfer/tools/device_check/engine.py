@@ -103,9 +103,9 @@ def engine_for(bench: Bench, rows: int, num_tokens: int) -> Engine:
             num_pages=rows * (-(-num_tokens // PAGE_SIZE) + 1),
             prefix_cache=False,
         ),
-        scheduler=SchedulerConfig(max_tokens=chunk, max_rows=rows),
+        scheduler=SchedulerConfig(max_num_batched_tokens=chunk, max_num_seqs=rows),
         dtype=dtype,
-        max_len=num_tokens,
+        max_model_len=num_tokens,
         min_bucket=rows,
         bucket_growth=max(2, chunk),
     )

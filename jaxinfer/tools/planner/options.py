@@ -29,10 +29,10 @@ MOST_CHARACTERS = 40  # of a target, or of a wrong value as it is shown
 
 # Flags of which `--set` has the same by another name.
 ALSO_SET = {
-    "context": "max_len",
+    "context": "max_model_len",
     "quant": "quantize",
-    "rows": "scheduler.max_rows",
-    "chunk": "scheduler.max_tokens",
+    "rows": "scheduler.max_num_seqs",
+    "chunk": "scheduler.max_num_batched_tokens",
 }
 
 
@@ -105,7 +105,7 @@ class Asked:
 
 def engine_config(model: Named, asked: Asked, platform: str = "tpu") -> EngineConfig:
     """The preset, if one was given, then the flags that were; `ConfigError` too, as of the engine.
-    `dtype` auto is what it takes on that platform, and `max_len` None the model's."""
+    `dtype` auto is what it takes on that platform, and `max_model_len` None the model's."""
     overrides = parse_overrides(asked.overrides)
     _check(asked, overrides)
     keys = load_preset(asked.preset) if asked.preset else {}
@@ -125,14 +125,14 @@ def engine_config(model: Named, asked: Asked, platform: str = "tpu") -> EngineCo
         dtype = "float32" if platform == "cpu" else "bfloat16"
         config = dataclasses.replace(config, dtype=dtype)
     for flag, n, most in (
-        ("chunk", config.scheduler.max_tokens, MOST_TOKENS),
-        ("rows", config.scheduler.max_rows, MOST_ROWS),
+        ("chunk", config.scheduler.max_num_batched_tokens, MOST_TOKENS),
+        ("rows", config.scheduler.max_num_seqs, MOST_ROWS),
     ):
         if n > most:
             raise ValueError(f"--{flag} ({ALSO_SET[flag]}) is {n:,}; plans take at most {most:,}")
     part = model.with_layers(1)  # lengths are those of the whole
     of_part = FunctionalModel(part.family, part.config, numerics_for(config))
-    return dataclasses.replace(config, max_len=context_len(config.max_len, of_part))
+    return dataclasses.replace(config, max_model_len=context_len(config.max_model_len, of_part))
 
 
 def _stored(model: Named, weights: str, platform: str, chosen: str | None) -> str | None:
@@ -185,23 +185,23 @@ def _at(keys: Any, path: str) -> tuple[bool, Any]:
 
 
 def _sizes(asked: Asked) -> dict[str, Any]:
-    given = {"max_rows": asked.rows, "max_tokens": asked.chunk}
-    default = {} if asked.preset else {"max_rows": 64, "max_tokens": 1024}
+    given = {"max_num_seqs": asked.rows, "max_num_batched_tokens": asked.chunk}
+    default = {} if asked.preset else {"max_num_seqs": 64, "max_num_batched_tokens": 1024}
     return {"scheduler": default | {key: n for key, n in given.items() if n is not None}}
 
 
 def _length(model: Named, asked: Asked, keys: Mapping[str, Any]) -> dict[str, Any]:
     most = model.config.max_len
     if asked.context is None:
-        return {} if "max_len" in keys else {"max_len": min(MOST, most)}
+        return {} if "max_model_len" in keys else {"max_model_len": min(MOST, most)}
     if not 2 <= asked.context <= most:
         raise ValueError(f"--context={asked.context}: {model.name} takes 2 to {most:,} tokens")
-    return {"max_len": asked.context}
+    return {"max_model_len": asked.context}
 
 
 def context_of(model: Named, config: EngineConfig, asked: Asked) -> int:
     """Tokens of a request that a plan is for."""
-    length = config.max_len or model.config.max_len
-    if parse_overrides(asked.overrides).get("max_len") is not None:
+    length = config.max_model_len or model.config.max_len
+    if parse_overrides(asked.overrides).get("max_model_len") is not None:
         return length
     return asked.context or min(MOST, model.config.max_len, length)

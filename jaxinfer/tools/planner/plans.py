@@ -181,7 +181,7 @@ def gigabytes(num_bytes: float) -> str:
 def rows_at(program: StepProgram, pages: MemoryPlan, context: int) -> int:
     """Requests of `context` tokens that the pages and the slots hold at once."""
     needed = -(-context // pages.page_size)
-    return min(program.config.scheduler.max_rows, pages.num_pages // needed)
+    return min(program.config.scheduler.max_num_seqs, pages.num_pages // needed)
 
 
 def decode_load(program: StepProgram, rows: int, context: int) -> Load:

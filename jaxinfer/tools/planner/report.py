@@ -57,7 +57,7 @@ def as_text(program: StepProgram, context: int, plan: Plan) -> str:
         f"  cache        {plan.tokens_cached:,} tokens in {plan.num_pages:,} pages of "
         f"{config.cache.page_size}{of_each}: {plan.pages_from}",
         f"  rows         {plan.rows} at once{of_each}, of {context:,} tokens (slots for "
-        f"{config.scheduler.max_rows})",
+        f"{config.scheduler.max_num_seqs})",
     ]
     stages = program.model.num_stages
     of_stage = f", one of {stages} micro-batches" if stages > 1 else ""

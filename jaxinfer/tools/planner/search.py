@@ -118,7 +118,7 @@ def by_arithmetic(chip: Chip, model: Named, config: EngineConfig, context: int) 
         temporary_bytes=int(limit * RESERVE),
         page_bytes=one.page_bytes * (more + 1),
         min_tokens=2,
-        max_tokens=config.scheduler.max_rows * one.max_len,
+        max_tokens=config.scheduler.max_num_seqs * one.max_model_len,
         limit=limit,
     )
     rows = rows_at(one, pages, context)

@@ -53,12 +53,12 @@ class CaseOptions:
 
     def server(self, *settings: str) -> Server:
         """A server with these options and the case's own."""
-        settings = (*self.settings, f"scheduler.max_rows={CLIENTS}", *settings)
+        settings = (*self.settings, f"scheduler.max_num_seqs={CLIENTS}", *settings)
         return Server(self.model, self.preset, settings, _log("server"))
 
     def reference(self) -> Reference:
         """The engine alone, with the same options."""
-        settings = (*self.settings, f"scheduler.max_rows={CLIENTS}")
+        settings = (*self.settings, f"scheduler.max_num_seqs={CLIENTS}")
         return Reference(self.model, self.preset, settings, _log("reference"))
 
 
