@@ -1,5 +1,6 @@
 # make run            a real model answers (PROMPT="..." for another question)
-# make test           lint, types and the test suite
+# make test           lint, types, and the tests: one case of each matrix that repeats a law
+# make test-all       the same with every case of every matrix
 # make serve          the demo model behind HTTP on port 8000 and gRPC on 9000, with a page to talk to
 # make compile-check  every kernel and preset, by the real TPU and GPU compilers, on this CPU
 #                     (COMPILE_ARGS="--targets=h100 --kernels=add_norm --presets=none" for a part)
@@ -27,7 +28,7 @@ CONSTRAINTS ?= $(wildcard constraints/py$(VERSION).txt)
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
 
-.PHONY: run serve print-prompt test lint compile-check bench references clean
+.PHONY: run serve print-prompt test test-all lint compile-check bench references clean
 
 run: $(VENV)/.run
 	@$(PY) scripts/generate.py --model=demo --config=demo --apply_chat_template \
@@ -44,6 +45,9 @@ serve: $(VENV)/.serve
 
 test: $(VENV)/.dev $(LINT)
 	@$(PY) -m pytest -n 2 --dist=worksteal $(PYTEST_ARGS)
+
+test-all: $(VENV)/.dev $(LINT)
+	@$(PY) -m pytest -n 2 --dist=worksteal --matrix=all $(PYTEST_ARGS)
 
 # setuptools maps kernels/ to jaxinfer.kernels; a type checker needs to see that on disk.
 lint: $(VENV)/.dev

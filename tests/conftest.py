@@ -17,6 +17,8 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+from typing import Any
+
 import jax
 import pytest
 from jaxtyping import install_import_hook
@@ -25,6 +27,10 @@ CHECKED = ["kernels", "nn", "models", "sampling", "execution.kv_cache"]
 install_import_hook([f"jaxinfer.{name}" for name in CHECKED], "beartype.beartype")
 
 from jaxinfer.execution import compilation_cache  # noqa: E402  (after the hook)
+from tests.support import matrix  # noqa: E402
+
+LEFT_OUT = pytest.StashKey[int]()
+WORKERS_LEFT_OUT = pytest.StashKey[int]()
 
 # Tests make many engines of few shapes: compile each program once a machine, not once an engine.
 compilation_cache.enable()
@@ -63,14 +69,44 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="fail when a test that drives a browser is skipped (CI)",
     )
     parser.addoption(
-        "--all-meshes",
-        metavar="FAMILY",
-        help="run a family, or `all`, on every mesh of eight devices (test_meshes.py)",
+        "--matrix",
+        default=matrix.FIRST,
+        metavar="CHOICE",
+        help="cases of tests marked `matrix`: first (one of each), all, or any other word, which "
+        "adds the tenth that it chooses (CI gives the commit)",
     )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    chosen, left_out = matrix.choose(items, config.getoption("--matrix"))
+    config.stash[LEFT_OUT] = len(left_out)
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = sorted(chosen, key=lambda item: item.get_closest_marker("long") is None)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Say what was left out. Under xdist the workers collect, and each counts the same cases."""
+    num_left_out = config.stash.get(LEFT_OUT, None)
+    if num_left_out is None:  # the controller of xdist collects nothing itself
+        num_left_out = config.stash.get(WORKERS_LEFT_OUT, 0)
+    if num_left_out:
+        terminalreporter.write_line(
+            f"left out: {num_left_out:,} cases of matrices that repeat a law "
+            "(--matrix=all, or make test-all, runs them)"
+        )
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker of xdist tells the controller how many cases it left out."""
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["left_out"] = session.config.stash.get(LEFT_OUT, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    output = getattr(node, "workeroutput", {})
+    node.config.stash[WORKERS_LEFT_OUT] = output.get("left_out", 0)
 
 
 @pytest.hookimpl(hookwrapper=True)

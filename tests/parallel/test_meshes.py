@@ -1,45 +1,46 @@
 """Law 7: one device and eight give the same tokens, on every mesh that applies, in every family.
 
-Those meshes run in which each axis, and each pair of axes that go together, occurs;
-`--all-meshes=llama` runs all of one family, `--all-meshes=all` all of all.
+`make test` runs the meshes of `FIRST`, in which every axis occurs, CI adds a tenth of the 110
+meshes of all families, and `--matrix=all` runs them all.
 """
 
 from __future__ import annotations
 
 import pytest
 
-from tests.support import mesh_bench
+from tests.support import matrix, mesh_bench
 from tests.support.child_process import findings
 from tests.support.paths import SUPPORT
 
 CHILD = SUPPORT / "mesh_child.py"
 EVERY_AXIS = "mixtral"  # the family that all axes split
-HALVES = (0, 1)  # of a family's meshes, for two processes
-CHOSEN = (
-    {"tensor": 8},
-    {"pipe": 4, "tensor": 2},
-    {"seq": 4, "tensor": 2},
-    {"pipe": 2, "seq": 2, "tensor": 2},
-    {"data": 2, "pipe": 2, "tensor": 2},
-    {"data": 2, "seq": 4},
-)
-CHOSEN_WITH_EXPERTS = (
-    {"expert": 8},
-    {"expert": 4, "tensor": 2},
-    {"pipe": 2, "expert": 2, "tensor": 2},
-    {"seq": 2, "expert": 2, "tensor": 2},
-    {"data": 2, "expert": 4},
-)
+FIRST: dict[str, tuple[dict[str, int], ...]] = {
+    "llama": ({"tensor": 8},),
+    "gpt_neox": ({"seq": 4, "tensor": 2},),
+    "mixtral": (
+        {"expert": 4, "tensor": 2},
+        {"pipe": 2, "seq": 2, "tensor": 2},
+        {"data": 2, "pipe": 2, "tensor": 2},
+    ),
+    "deepseek_v3": ({"pipe": 2, "expert": 2, "tensor": 2},),
+}
 
 
-def meshes_to_run(family: str, *, run_all: bool) -> list[dict[str, int]]:
-    if run_all:
-        return list(mesh_bench.meshes(family))
-    return [*CHOSEN, *(CHOSEN_WITH_EXPERTS if family in mesh_bench.WITH_EXPERTS else ())]
+def meshes_to_run(family: str, choice: str) -> list[dict[str, int]]:
+    """The meshes of a family that `--matrix=choice` asks for."""
+    return [
+        mesh
+        for mesh in mesh_bench.meshes(family)
+        if choice == matrix.ALL
+        or mesh in FIRST[family]
+        or (
+            choice != matrix.FIRST
+            and matrix.is_in_share(f"{family}:{mesh_bench.spelled(mesh)}", choice)
+        )
+    ]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize(
     "family",
     [
@@ -47,12 +48,10 @@ def meshes_to_run(family: str, *, run_all: bool) -> list[dict[str, int]]:
         for family in mesh_bench.FAMILIES
     ],
 )
-def test_tokens_do_not_depend_on_the_mesh(family, half, request):
-    run_all = request.config.getoption("--all-meshes") in ("all", family)
-    meshes = meshes_to_run(family, run_all=run_all)
+def test_tokens_do_not_depend_on_the_mesh(family, request):
+    meshes = meshes_to_run(family, request.config.getoption("--matrix"))
     meshes.sort(key=mesh_bench.layers_for)  # one run on one device for each number of layers
-    size = -(-len(meshes) // len(HALVES))
-    texts = [mesh_bench.spelled(mesh) for mesh in meshes[half * size : (half + 1) * size]]
+    texts = [mesh_bench.spelled(mesh) for mesh in meshes]
     found = findings(CHILD, family, *texts, timeout_s=1800)
     assert found.keys() == set(texts)
     wrong = {
@@ -73,7 +72,11 @@ def test_all_meshes_of_eight_devices_are_35_and_20():
     assert counts == {"llama": 20, "gpt_neox": 20, "mixtral": 35, "deepseek_v3": 35}
 
 
-@pytest.mark.parametrize("family", mesh_bench.FAMILIES)
-def test_chosen_meshes_are_among_them(family):
-    every = list(mesh_bench.meshes(family))
-    assert all(mesh in every for mesh in meshes_to_run(family, run_all=False))
+def test_every_axis_is_in_a_mesh_that_always_runs():
+    first = [mesh for meshes in FIRST.values() for mesh in meshes]
+    assert {axis for mesh in first for axis in mesh} == {"data", "pipe", "seq", "expert", "tensor"}
+    for family, meshes in FIRST.items():
+        every = list(mesh_bench.meshes(family))
+        assert all(mesh in every for mesh in meshes)
+        assert meshes_to_run(family, matrix.ALL) == every
+        assert [mesh for mesh in every if mesh in meshes] == meshes_to_run(family, matrix.FIRST)

@@ -1,0 +1,59 @@
+"""Choosing the cases of a test matrix that run.
+
+A test marked `matrix` repeats one law over many cases. `make test` runs one case of each matrix,
+CI adds a tenth of the others, another tenth for each commit, and `make test-all` runs them all.
+`matrix(by="backend")` keeps one case for each value of the parameter `backend`, so that no value
+goes untested; several parameters are given as `by=("backend", "dtype")`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable, Sequence
+
+import pytest
+
+ALL, FIRST = "all", "first"
+NUM_SHARES = 10
+
+
+def is_in_share(case_id: str, seed: str) -> bool:
+    """Whether a case belongs to the tenth of all cases that `seed` chooses."""
+    digest = hashlib.sha256(f"{seed}:{case_id}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") % NUM_SHARES == 0
+
+
+def matrix_key(item: pytest.Item) -> Hashable | None:
+    """The matrix that a test case belongs to, or None for a case that always runs."""
+    marker = item.get_closest_marker("matrix")
+    if marker is None:
+        return None
+    names = marker.kwargs.get("by", ())
+    names = (names,) if isinstance(names, str) else tuple(names)
+    params = item.callspec.params if hasattr(item, "callspec") else {}  # type: ignore[attr-defined]
+    unknown = [name for name in names if name not in params]
+    if unknown:
+        raise pytest.UsageError(f"{item.nodeid}: matrix(by=...) names no parameter: {unknown}")
+    function = item.nodeid.partition("[")[0]
+    return (function, *(repr(params[name]) for name in names))
+
+
+def choose(
+    items: Sequence[pytest.Item], choice: str
+) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """Split the collected cases into those to run and those to leave out.
+
+    `choice` is "all", "first" (one case of each matrix), or a seed: the first cases and the tenth
+    of the others that the seed chooses.
+    """
+    if choice == ALL:
+        return list(items), []
+    seen: set[Hashable] = set()
+    chosen, left_out = [], []
+    for item in items:
+        key = matrix_key(item)
+        is_first = key is None or key not in seen
+        seen.add(key)
+        runs = is_first or (choice != FIRST and is_in_share(item.nodeid, choice))
+        (chosen if runs else left_out).append(item)
+    return chosen, left_out
