@@ -66,7 +66,7 @@ class RpcError(Exception):
         self.retry_after_s = retry_after_s  # when another try makes sense
 
 
-class _Answer:
+class _ResponseStream:
     """One answer under way: what both clients' iterators of deltas know of it."""
 
     def __init__(self, call: Any):
@@ -93,7 +93,7 @@ class _Answer:
         return messages_.read_sample(message.sample) if message.HasField("sample") else None
 
 
-class Answer(_Answer):
+class ResponseStream(_ResponseStream):
     """An iterator's source of deltas; leaving its loop early cancels the request."""
 
     def __iter__(self) -> Iterator[Delta]:
@@ -108,7 +108,7 @@ class Answer(_Answer):
             self._call.cancel()
 
 
-class AsyncAnswer(_Answer):
+class AsyncResponseStream(_ResponseStream):
     """An asynchronous iterator's source of deltas; leaving its loop early cancels the request."""
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
@@ -157,11 +157,13 @@ class Client:
         token_ids: Sequence[int] | None = None,
         messages: Messages | None = None,
         **options: Unpack[Options],
-    ) -> Answer:
+    ) -> ResponseStream:
         """The answer as it is made, an iterable of deltas."""
         timeout_s = options.pop("timeout_s", self._timeout_s)
         request = generate_request(prompt, token_ids, messages, options)
-        return Answer(self._stub.Generate(request, timeout=timeout_s, metadata=self._metadata))
+        return ResponseStream(
+            self._stub.Generate(request, timeout=timeout_s, metadata=self._metadata)
+        )
 
     def complete(
         self,
@@ -254,11 +256,13 @@ class AsyncClient:
         token_ids: Sequence[int] | None = None,
         messages: Messages | None = None,
         **options: Unpack[Options],
-    ) -> AsyncAnswer:
+    ) -> AsyncResponseStream:
         """The answer as it is made, an asynchronous iterable of deltas."""
         timeout_s = options.pop("timeout_s", self._timeout_s)
         request = generate_request(prompt, token_ids, messages, options)
-        return AsyncAnswer(self._stub.Generate(request, timeout=timeout_s, metadata=self._metadata))
+        return AsyncResponseStream(
+            self._stub.Generate(request, timeout=timeout_s, metadata=self._metadata)
+        )
 
     async def complete(
         self,

@@ -28,7 +28,7 @@ class Chat:
 
 
 # More numbers are not written in the event loop: as text, 65,536 take some 25 ms.
-MANY_NUMBERS = 65_536
+LARGE_ARRAY = 65_536
 Prompt = str | Sequence[int] | Chat  # text, token ids, or a conversation
 
 
@@ -42,7 +42,7 @@ class GenerationRequest:
     priority: int = 0  # smaller is served first; needs scheduler.policy=priority
     cache_salt: str = ""  # requests with different salts share no cached pages
     timeout_s: float | None = None  # seconds from now until it is given up; None: the server's
-    door: str = ""  # "http" or "grpc": for logs and metrics
+    protocol: str = ""  # "http" or "grpc": for logs and metrics
     user: str = ""  # for the log: whom the client names as its user, or the name of its key
     operation: str = "text_completion"  # for traces, in their words
 
@@ -58,7 +58,7 @@ class EmbeddingRequest:
     truncate: bool = False
     request_id: str | None = None
     timeout_s: float | None = None
-    door: str = ""
+    protocol: str = ""
     user: str = ""
 
 
@@ -72,7 +72,7 @@ class Embeddings:
     @property
     def is_large(self) -> bool:
         """Whether a door has to write it in another thread, vector by vector."""
-        return self.vectors.size > MANY_NUMBERS
+        return self.vectors.size > LARGE_ARRAY
 
 
 class Delta(NamedTuple):

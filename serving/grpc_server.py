@@ -157,7 +157,7 @@ class _Inference:
     async def generate(self, request: pb.GenerateRequest, context: Context) -> None:
         stream = await self._submit(request, context)
         try:
-            async with _Patience(stream, self._send_timeout_s) as patience:
+            async with _WriteTimeout(stream, self._send_timeout_s) as patience:
                 await patience.write(context, messages.started(stream))
                 num_unfinished = stream.request.params.n
                 async for delta in stream:
@@ -186,7 +186,7 @@ class _Inference:
         service, taken = self._service, asyncio.Event()
         try:
             service.check_can_embed()
-            service.loop.check_room()  # before any work
+            service.loop.check_capacity()  # before any work
             service.check_model(request.model)
             timeout_s = _timeout_s(request, context, service.loop.limits.timeout_s)
             optional = ("normalize", "dimensions", "prompt_name")
@@ -196,11 +196,11 @@ class _Inference:
                     truncate=request.truncate,
                     request_id=request.request_id or None,
                     timeout_s=timeout_s,
-                    door="grpc",
+                    protocol="grpc",
                     user=self._user(request.user, context),
                     **{n: getattr(request, n) for n in optional if request.HasField(n)},
                 ),
-                on_taken=taken.set,
+                on_accepted=taken.set,
             )
         except ServiceError as error:
             if not taken.is_set():
@@ -244,7 +244,7 @@ class _Inference:
     async def _ask(self, request: pb.GenerateRequest, context: Context) -> Stream:
         service = self._service
         service.check_can_generate()
-        service.loop.check_room()  # before any work
+        service.loop.check_capacity()  # before any work
         service.check_model(request.model)
         return await service.generate(
             GenerationRequest(
@@ -254,7 +254,7 @@ class _Inference:
                 priority=request.priority,
                 cache_salt=request.cache_salt,
                 timeout_s=_timeout_s(request, context, service.loop.limits.timeout_s),
-                door="grpc",
+                protocol="grpc",
                 user=self._user(request.user, context),
             )
         )
@@ -303,7 +303,7 @@ class _Inference:
         )
 
 
-class _Patience:
+class _WriteTimeout:
     """Ends a call whose client takes nothing for `timeout_s` (0: never).
 
     One timer a call, which looks now and then whether a write has been waiting: a timer for each
@@ -316,7 +316,7 @@ class _Patience:
         self._writing_since: float | None = None
         self._has_ended_it = False
 
-    async def __aenter__(self) -> _Patience:
+    async def __aenter__(self) -> _WriteTimeout:
         self._events = asyncio.get_running_loop()
         self._call = asyncio.current_task()
         self._timer: asyncio.TimerHandle | None = None

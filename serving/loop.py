@@ -39,15 +39,15 @@ from jaxinfer.engine.engine import Update
 from jaxinfer.engine.request import Request, TokenLogprobs
 from jaxinfer.engine.stats import EngineStats
 from jaxinfer.parallel.hosts import HostsError
+from jaxinfer.serving.admission import AdmissionQuota
 from jaxinfer.serving.config import LimitsConfig
 from jaxinfer.serving.errors import ErrorKind, ServiceError
 from jaxinfer.serving.generation import Delta, GenerationRequest
 from jaxinfer.serving.observer import Observer, Observers
-from jaxinfer.serving.places import Places
 from jaxinfer.serving.stream import Stream
 
 
-class _News(NamedTuple):
+class StepResult(NamedTuple):
     """What a step brought to a sample; made in the engine's thread."""
 
     stream: Stream
@@ -58,7 +58,7 @@ class _News(NamedTuple):
 class EngineLoop:
     """Runs an engine in a thread of its own, for the event loop that `start` is called in.
 
-    `on_death(error)` is called in the event loop when the engine's thread has died.
+    `on_fatal(error)` is called in the event loop when the engine's thread has died.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class EngineLoop:
         limits: LimitsConfig | None = None,
         *,
         observers: tuple[Observer, ...] = (),
-        on_death: Callable[[BaseException], None] = lambda error: None,
+        on_fatal: Callable[[BaseException], None] = lambda error: None,
     ):
         self.engine = engine
         self.limits = limits or LimitsConfig()
@@ -76,8 +76,8 @@ class EngineLoop:
         self.is_draining = False
         self.step_started: float | None = None  # monotonic; for the watchdog. None: between steps
         self._observers = Observers(observers)
-        self._on_death = on_death
-        self._places = Places(engine, self.limits)
+        self._on_fatal = on_fatal
+        self._quota = AdmissionQuota(engine, self.limits)
         self._num_waiting_tokens = 0  # of prompts without a first token
         self._streams: dict[str, Stream] = {}
         self._ids = itertools.count()
@@ -87,7 +87,7 @@ class EngineLoop:
         # What the engine's thread is to do, with whom.
         self._inbox: collections.deque[tuple[Callable[[Stream], None], Stream]]
         self._inbox = collections.deque()
-        self._has_mail = threading.Event()
+        self._wakeup = threading.Event()
         self._is_stopping = False
         # The engine's thread: whose each sample is, by an id that no client chose and none shares.
         self._running: dict[str, tuple[Stream, int]] = {}
@@ -108,7 +108,7 @@ class EngineLoop:
     def is_alive(self) -> bool:
         return self.failure is None and self._thread.is_alive()
 
-    def check_room(self, num_samples: int = 1) -> None:
+    def check_capacity(self, num_samples: int = 1) -> None:
         """Raise what `submit` would for a full queue, before any work is done for the request."""
         if self.failure is not None:
             raise self.failure
@@ -118,18 +118,18 @@ class EngineLoop:
                 "the server is shutting down; try another, or this one when it is back",
                 retry_after_s=5.0,
             )
-        self._places.check(num_samples)
+        self._quota.check(num_samples)
 
     @contextlib.contextmanager
     def place(self, num_samples: int) -> Iterator[Callable[[], None]]:
-        """Hold places in the queue while a request is prepared; raises as `check_room`.
+        """Hold places in the queue while a request is prepared; raises as `check_capacity`.
 
         Many may be prepared at once: without it all would find the same place free. What it gives
         frees one place, for a `submit` right after.
         """
-        self.check_room(num_samples)
-        with self._places.hold(num_samples) as free_one:
-            yield free_one
+        self.check_capacity(num_samples)
+        with self._quota.hold(num_samples) as release_one:
+            yield release_one
 
     def submit(
         self, request: GenerationRequest, prompt_token_ids: list[int], *, submitted_at: float
@@ -139,7 +139,7 @@ class EngineLoop:
         Its time runs from `submitted_at`, by the monotonic clock.
         """
         params = request.params
-        self.check_room(params.n)
+        self.check_capacity(params.n)
         num_waiting = self._num_waiting_tokens + len(prompt_token_ids)
         if self._num_waiting_tokens and num_waiting > self.limits.max_waiting_tokens:
             raise ServiceError(
@@ -167,7 +167,7 @@ class EngineLoop:
         )
         stream.deadline = deadline = submitted_at + timeout_s
         self._streams[request_id] = stream
-        self._places.num_taken += params.n
+        self._quota.num_taken += params.n
         self._num_waiting_tokens += len(prompt_token_ids)
         self._is_idle.clear()
         delay = max(0.0, deadline - time.monotonic())
@@ -210,7 +210,7 @@ class EngineLoop:
         for stream in list(self._streams.values()):
             self.end(stream, ServiceError(ErrorKind.UNAVAILABLE, "the server has stopped"))
         self._is_stopping = True
-        self._has_mail.set()
+        self._wakeup.set()
         if self.failure is None and self._thread.is_alive():
             await asyncio.to_thread(self._thread.join)
 
@@ -223,20 +223,20 @@ class EngineLoop:
                     field="request_id",
                 )
             return request.request_id
-        while (name := f"{request.door or 'request'}-{next(self._ids)}") in self._streams:
+        while (name := f"{request.protocol or 'request'}-{next(self._ids)}") in self._streams:
             pass
         return name
 
     def _post(self, action: Callable[[Stream], None], stream: Stream) -> None:
         self._inbox.append((action, stream))
-        self._has_mail.set()
+        self._wakeup.set()
 
     def _forget(self, stream: Stream) -> bool:
         """Take a stream off the books; False if it is off already."""
         if self._streams.get(stream.id) is not stream:
             return False
         del self._streams[stream.id]
-        self._places.num_taken -= stream.num_unfinished
+        self._quota.num_taken -= stream.num_unfinished
         if stream.timer is not None:
             stream.timer.cancel()
         if stream.timing.first_token_s is None:
@@ -249,7 +249,7 @@ class EngineLoop:
         stream.timing.total_s = time.monotonic() - stream.submitted_at
         self._observers.end(stream)
 
-    def _deliver(self, news: list[_News], stats: EngineStats) -> None:
+    def _deliver(self, news: list[StepResult], stats: EngineStats) -> None:
         """A step's news, in the event loop."""
         self.stats = stats
         self._observers.step(stats)
@@ -274,7 +274,7 @@ class EngineLoop:
         self._observers.delta(stream, delta)
         if delta.finish_reason is not None:
             stream.num_unfinished -= 1
-            self._places.num_taken -= 1
+            self._quota.num_taken -= 1
             if stream.num_unfinished == 0 and self._forget(stream):
                 self._ended(stream)
                 return
@@ -304,7 +304,7 @@ class EngineLoop:
     def _died(self, error: BaseException) -> None:
         text = f"the engine has stopped: {type(error).__name__}: {error}"
         self.fail(ServiceError(ErrorKind.INTERNAL, text))
-        self._on_death(error)
+        self._on_fatal(error)
 
     # What follows runs in the engine's thread.
 
@@ -315,7 +315,7 @@ class EngineLoop:
                 if self.engine.has_requests:
                     self._step()
                 else:
-                    self._has_mail.wait()
+                    self._wakeup.wait()
             self._read_inbox()  # the aborts of what was under way
         except HostsError as error:  # of another process: no place here explains it
             self._call(self._died, error)
@@ -324,7 +324,7 @@ class EngineLoop:
             self._call(self._died, error)
 
     def _read_inbox(self) -> None:
-        self._has_mail.clear()
+        self._wakeup.clear()
         while self._inbox:
             action, stream = self._inbox.popleft()
             action(stream)
@@ -359,7 +359,9 @@ class EngineLoop:
         self.step_started = time.monotonic()
         updates = self.engine.step()
         self.step_started = None
-        news = [_News(*self._news(u), u.request) for u in updates if u.request.id in self._running]
+        news = [
+            StepResult(*self._news(u), u.request) for u in updates if u.request.id in self._running
+        ]
         self._call(self._deliver, news, self.engine.stats)
 
     def _news(self, update: Update) -> tuple[Stream, Delta]:

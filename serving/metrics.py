@@ -124,10 +124,10 @@ class Metrics:
         self._loop = loop
         self._build["model"] = model_name
 
-    def refused(self, door: str, kind: ErrorKind) -> None:
+    def refused(self, protocol: str, kind: ErrorKind) -> None:
         """Count a request to generate that ended before it had a stream: whoever catches the
         `ServiceError` of `Service.generate`, or refuses before calling it, reports it here."""
-        self._refused[door, kind.name.lower()] += 1
+        self._refused[protocol, kind.name.lower()] += 1
 
     def render(self) -> tuple[bytes, str]:
         """The body and the content type of an answer to Prometheus."""
@@ -147,7 +147,7 @@ class Metrics:
             if isinstance(self._loop.engine, Replicas):
                 yield from _replica_gauges(self._loop.engine)
             num_streams = self._loop.num_streams
-            yield _gauge("requests_under_way", "Requests taken and not ended", num_streams)
+            yield _gauge("requests_in_flight", "Requests taken and not ended", num_streams)
 
     def _on_step(self, stats: EngineStats) -> None:
         step = stats.last_step
@@ -188,7 +188,7 @@ class Metrics:
         else:
             is_cut = progress is not None and progress.is_cut
             outcome = (FinishReason.LENGTH if is_cut else FinishReason.STOP).value
-        self._ended[stream.request.door, outcome] += 1
+        self._ended[stream.request.protocol, outcome] += 1
         if stream.timing.total_s is not None:
             self._total.observe(stream.timing.total_s)
 
@@ -197,12 +197,12 @@ class Metrics:
 
     def _request_counters(self) -> Iterator[Metric]:
         ended = CounterMetricFamily(
-            f"{PREFIX}requests", "Requests that have ended, by how", labels=("door", "outcome")
+            f"{PREFIX}requests", "Requests that have ended, by how", labels=("protocol", "outcome")
         )
         for labels, count in self._ended.items():
             ended.add_metric(labels, count)
         refused = CounterMetricFamily(
-            f"{PREFIX}requests_refused", "Requests refused at the door", labels=("door", "kind")
+            f"{PREFIX}requests_refused", "Requests refused at the door", labels=("protocol", "kind")
         )
         for labels, count in self._refused.items():
             refused.add_metric(labels, count)

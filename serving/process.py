@@ -84,7 +84,7 @@ class _Server:
         self._model = model
         self._engine_config = engine_config
         self._config = config
-        self._is_told = asyncio.Event()  # to end
+        self._shutdown_requested = asyncio.Event()  # to end
         self._signal: int | None = None
         self._death: str | None = None
         self._events: asyncio.AbstractEventLoop
@@ -115,7 +115,7 @@ class _Server:
             if self._http is not None:
                 await self._http.stop(GRACE_S)
             raise
-        await self._is_told.wait()
+        await self._shutdown_requested.wait()
         return await self._end()
 
     async def _take_ports(self) -> None:
@@ -133,7 +133,7 @@ class _Server:
             self._model,
             self._engine_config,
             show_progress=sys.stderr.isatty(),
-            on_loaded=lambda engine: _say(_plan(engine)),
+            on_loaded=lambda engine: _print_status(_plan(engine)),
             peers=self._peers,
         )
 
@@ -151,14 +151,14 @@ class _Server:
             engine,
             config.limits,
             observers=tuple(observers),
-            on_death=self._die,
+            on_fatal=self._on_engine_death,
         )
         service = Service(engine, loop, generation=generation, model_name=config.model_name)
         self._metrics.watch(loop, service.model.name)
         calm_collector()
         compute_behind_serving()
         loop.start()
-        self._watchdog = Watchdog(loop, config.watchdog_s, self._on_trouble)
+        self._watchdog = Watchdog(loop, config.watchdog_s, self._on_failure)
         self._watchdog.start()
         if config.grpc_port is not None:
             self._grpc = build_grpc_server(service, config, self._keys, self._health, self._metrics)
@@ -184,60 +184,62 @@ class _Server:
             f"API {http}/v1" if http else None,
             f"gRPC {grpc}" if grpc else None,
         ]
-        _say(f"serving {model_name}: " + ", ".join(place for place in places if place))
+        _print_status(f"serving {model_name}: " + ", ".join(place for place in places if place))
 
     def _on_signal(self, number: int) -> None:
         name = signal.Signals(number).name
         if self._signal is not None:
-            _say(f"{name} again: stopping at once")
-            _leave(128 + number)
+            _print_status(f"{name} again: stopping at once")
+            _exit_now(128 + number)
         self._signal = number
         if self._health.state is State.STARTING:
-            _say(f"{name} while the model was loading: stopping")
+            _print_status(f"{name} while the model was loading: stopping")
             self._peers.stop()
             self._peers.close()
-            _leave(0)
+            _exit_now(0)
         num, drain_s = self._loop.num_streams, self._config.drain_s
-        _say(f"{name}: draining for at most {drain_s:g} s, {num} under way; again to stop at once")
-        self._is_told.set()
+        _print_status(
+            f"{name}: draining for at most {drain_s:g} s, {num} under way; again to stop at once"
+        )
+        self._shutdown_requested.set()
 
-    def _on_trouble(self, reason: str) -> None:
+    def _on_failure(self, reason: str) -> None:
         """In the watchdog's thread: the event loop may be stuck, so the stacks are dumped here."""
         if self._death is not None:  # told already: what died has ended its thread since
             return
         _dump_stacks(reason)
-        self._end_at_last()
+        self._arm_kill_timer()
         with contextlib.suppress(RuntimeError):  # the event loop is closed: the end is near
-            self._events.call_soon_threadsafe(self._mourn, reason)
+            self._events.call_soon_threadsafe(self._on_fatal, reason)
 
     def _on_lost(self, reason: str) -> None:
         """In the thread that watches the other processes: a step may wait for a lost one for good,
         so that its requests are ended from here."""
-        _say(reason)
+        _print_status(reason)
         if self._health.state is State.STARTING:
-            _leave(EXIT_DEAD)
-        self._end_at_last()
+            _exit_now(EXIT_DEAD)
+        self._arm_kill_timer()
         with contextlib.suppress(RuntimeError):
-            self._events.call_soon_threadsafe(self._mourn, reason)
+            self._events.call_soon_threadsafe(self._on_fatal, reason)
 
-    def _die(self, error: BaseException) -> None:
+    def _on_engine_death(self, error: BaseException) -> None:
         """The engine's thread has died; called in the event loop. Of another process `_on_lost`
         tells, and no stack here explains it."""
         if self._death is None:
             reason = f"{type(error).__name__}: {error}"
             if not isinstance(error, HostsError):
                 _dump_stacks(reason)
-            self._end_at_last()
-            self._mourn(reason)
+            self._arm_kill_timer()
+            self._on_fatal(reason)
 
-    def _mourn(self, reason: str) -> None:
+    def _on_fatal(self, reason: str) -> None:
         self._death = self._death or reason
         self._health.set(State.DEAD)
         text = f"the engine has stopped ({reason}); send the request again, to another server"
         self._loop.fail(ServiceError(ErrorKind.INTERNAL, text))
-        self._is_told.set()
+        self._shutdown_requested.set()
 
-    def _end_at_last(self) -> None:
+    def _arm_kill_timer(self) -> None:
         timer = threading.Timer(LAST_RESORT_S, os._exit, (EXIT_DEAD,))
         timer.daemon = True
         timer.start()
@@ -248,7 +250,7 @@ class _Server:
         self._health.set(State.DRAINING)
         # 2. What is under way finishes, or is cut. After a death it has failed already.
         if not await self._loop.drain(self._config.drain_s):
-            _say(f"requests were cut after {self._config.drain_s:g} s")
+            _print_status(f"requests were cut after {self._config.drain_s:g} s")
         # 3. The doors: what clients have not read yet goes out.
         doors = [door for door in (self._http, self._grpc) if door is not None]
         await asyncio.gather(*(door.stop(GRACE_S) for door in doors))
@@ -260,9 +262,9 @@ class _Server:
             closing = asyncio.create_task(_in_daemon_thread(self._tracing.close))
             await asyncio.wait((closing,), timeout=GRACE_S)
         if self._death is not None:
-            _say(f"ended with exit code {EXIT_DEAD}: {self._death}")
-            _leave(EXIT_DEAD)  # a thread may be stuck inside a step: nothing may wait for it
-        _say("ended")
+            _print_status(f"ended with exit code {EXIT_DEAD}: {self._death}")
+            _exit_now(EXIT_DEAD)  # a thread may be stuck inside a step: nothing may wait for it
+        _print_status("ended")
         return 0
 
     async def _stop_engine(self) -> None:
@@ -355,16 +357,16 @@ def _reachable(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _say(text: str) -> None:
+def _print_status(text: str) -> None:
     print(f"jaxinfer: {text}", file=sys.stderr, flush=True)
 
 
 def _dump_stacks(reason: str) -> None:
-    _say(f"{reason}; the stacks of all threads:")
+    _print_status(f"{reason}; the stacks of all threads:")
     faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
 
 
-def _leave(code: int) -> NoReturn:
+def _exit_now(code: int) -> NoReturn:
     """End the process now, whatever its threads do."""
     with contextlib.suppress(OSError):  # nobody may be reading any more
         sys.stdout.flush()

@@ -1,6 +1,6 @@
 """The request log: one line of JSON for every request that has ended, on the logger below.
 
-    {"time": "2026-11-29T12:00:00.000Z", "id": "http-7", "door": "http", "user": "ada",
+    {"time": "2026-11-29T12:00:00.000Z", "id": "http-7", "protocol": "http", "user": "ada",
      "prompt_tokens": 12, "cached_tokens": 0, "output_tokens": 40, "n": 1,
      "finish_reasons": ["stop"], "queue_s": 0.001, "first_token_s": 0.021, "total_s": 0.4,
      "params": {"temperature": 0.0}}
@@ -81,7 +81,7 @@ class _RequestLog:
         entry: dict[str, Any] = {
             "time": now.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
             "id": _cut(stream.id, MAX_NAME),
-            "door": request.door,
+            "protocol": request.protocol,
             "user": _cut(request.user, MAX_NAME),
             "prompt_tokens": usage.prompt_tokens,
             "cached_tokens": usage.cached_tokens,

@@ -33,7 +33,7 @@ from jaxinfer.text.tokenizer import Tokenizer
 MAX_PROMPT_LOGPROBS = 200_000  # entries an answer; writing one takes some 8 microseconds
 LONG_TEXT = 4096  # characters or tokens; longer ones are converted in another thread
 TEXT_OVERHEAD = 64  # characters that take as long as what is done once for each text
-NUM_SUBMITTED = 64  # texts of one request, until others get their turn in the event loop
+SUBMIT_BATCH = 64  # texts of one request, until others get their turn in the event loop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,32 +108,32 @@ class Service:
         submitted_at = time.monotonic()
         with self.loop.place(request.params.n):
             token_ids = await self.tokenize(request.prompt)
-            self._check_reports(request.params, len(token_ids))
+            self._check_prompt_logprobs(request.params, len(token_ids))
         return self.loop.submit(request, token_ids, submitted_at=submitted_at)
 
     async def embed(
-        self, request: EmbeddingRequest, *, on_taken: Callable[[], object] = lambda: None
+        self, request: EmbeddingRequest, *, on_accepted: Callable[[], object] = lambda: None
     ) -> Embeddings:
         """The vectors of all inputs, or of none and the error of the first at fault; whoever
-        cancels the call ends them. Inputs of many requests share batches. `on_taken` is called
+        cancels the call ends them. Inputs of many requests share batches. `on_accepted` is called
         once no input was refused: errors after it count as the requests', not the door's."""
         embedder, submitted_at = self.check_can_embed(), time.monotonic()
         inputs, streams = request.inputs, []
         if not inputs:
             raise ServiceError(ErrorKind.INVALID, "there is no input; give one", field="input")
         try:
-            with _about_input(), self.loop.place(len(inputs)) as free_one:
+            with _input_errors(), self.loop.place(len(inputs)) as release_one:
                 check_dimensions(embedder, request.dimensions)
                 all_ids = await self._encode_inputs(embedder, request)
-                self._check_together(all_ids)
+                self._check_waiting_tokens(all_ids)
                 for index, token_ids in enumerate(all_ids):
-                    if index and index % NUM_SUBMITTED == 0:
+                    if index and index % SUBMIT_BATCH == 0:
                         await asyncio.sleep(0)
-                    one = _request_of(request, index)
-                    free_one()
-                    with _about_input(index if len(inputs) > 1 else None):
+                    one = _input_request(request, index)
+                    release_one()
+                    with _input_errors(index if len(inputs) > 1 else None):
                         streams.append(self.loop.submit(one, token_ids, submitted_at=submitted_at))
-            on_taken()
+            on_accepted()
             vectors = [(await stream.collect()).samples[0].embedding for stream in streams]
         finally:
             for stream in streams:
@@ -155,7 +155,7 @@ class Service:
         async with self._long_encode:
             return await asyncio.to_thread(encode)
 
-    def _check_together(self, all_ids: Sequence[Sequence[int]]) -> None:
+    def _check_waiting_tokens(self, all_ids: Sequence[Sequence[int]]) -> None:
         """Refuse several inputs that could never wait together; one alone is taken at any size."""
         num_tokens, most = sum(map(len, all_ids)), self.loop.limits.max_waiting_tokens
         if len(all_ids) > 1 and num_tokens > most:
@@ -192,7 +192,7 @@ class Service:
         decode = partial(self.tokenizer.decode, token_ids, skip_special_tokens=False)
         return decode() if len(token_ids) <= LONG_TEXT else await asyncio.to_thread(decode)
 
-    def _check_reports(self, params: SamplingParams, prompt_len: int) -> None:
+    def _check_prompt_logprobs(self, params: SamplingParams, prompt_len: int) -> None:
         """Refuse log-probabilities of a prompt that would take seconds to write."""
         if params.prompt_logprobs is None:
             return
@@ -228,7 +228,7 @@ class Service:
 
 
 @contextlib.contextmanager
-def _about_input(index: int | None = None) -> Iterator[None]:
+def _input_errors(index: int | None = None) -> Iterator[None]:
     """What is wrong with a text, said of the input that it was."""
     where = "" if index is None else f"input {index}: "
     names = {"prompt": "input"}
@@ -244,7 +244,7 @@ def _about_input(index: int | None = None) -> Iterator[None]:
         raise ServiceError(error.kind, text, field=field, retry_after_s=again) from error
 
 
-def _request_of(request: EmbeddingRequest, index: int) -> GenerationRequest:
+def _input_request(request: EmbeddingRequest, index: int) -> GenerationRequest:
     """One input of a request, for the loop."""
     request_id = request.request_id
     if request_id is not None and len(request.inputs) > 1:
@@ -254,7 +254,7 @@ def _request_of(request: EmbeddingRequest, index: int) -> GenerationRequest:
         NOTHING_SAMPLED,
         request_id=request_id,
         timeout_s=request.timeout_s,
-        door=request.door,
+        protocol=request.protocol,
         user=request.user,
         operation="embeddings",
     )

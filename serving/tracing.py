@@ -82,7 +82,7 @@ class Tracing:
             "gen_ai.usage.input_tokens": usage.prompt_tokens,
             "gen_ai.usage.output_tokens": usage.output_tokens,
             "jaxinfer.cached_tokens": usage.cached_tokens,
-            "jaxinfer.door": request.door,
+            "jaxinfer.protocol": request.protocol,
         }
         if request.params.max_tokens is not None:
             attributes["gen_ai.request.max_tokens"] = request.params.max_tokens

@@ -1,11 +1,12 @@
 """The watchdog: a thread that notices when the engine has stopped working.
 
-Two signs: a step that began more than `limit_s` ago and has not returned, or an engine thread that
-is gone. What is to be done about it is the caller's; the watchdog only tells, once.
+There are two signs: a step that began more than `limit_s` ago and has not returned, and an engine
+thread that has ended. The watchdog reports the first sign, once; what to do about it is up to the
+caller.
 
-A step may compile a program, for minutes, where the engine was not warmed up (`warm_up=false`).
-There the limit is at least `COMPILE_S`. With warm-up every program exists before the first request,
-and the limit is what was asked for.
+Without warm-up (`warm_up=false`) a step may compile a program, which takes minutes, so that the
+limit is at least `COMPILE_STEP_S`. With warm-up every program exists before the first request, and
+the configured limit applies.
 """
 
 from __future__ import annotations
@@ -16,22 +17,22 @@ from collections.abc import Callable
 
 from jaxinfer.serving.loop import EngineLoop
 
-COMPILE_S = 1800.0  # a step that compiles may take as long
-LOOKS = 20  # a limit's length is looked at so many times, and at least once a second
+COMPILE_STEP_S = 1800.0  # a step that compiles may take as long
+CHECKS_PER_LIMIT = 20  # a limit's length is looked at so many times, and at least once a second
 
 
 class Watchdog:
-    """Watches a started loop. `on_trouble(reason)` is called once, in the watchdog's thread.
+    """Watches a started loop. `on_failure(reason)` is called once, in the watchdog's thread.
 
     `limit_s` 0: steps may take any time, and only the thread's end is trouble.
     """
 
-    def __init__(self, loop: EngineLoop, limit_s: float, on_trouble: Callable[[str], None]):
+    def __init__(self, loop: EngineLoop, limit_s: float, on_failure: Callable[[str], None]):
         self._loop = loop
         self._limit_s = limit_s
         if limit_s and not loop.engine.config.warm_up:
-            self._limit_s = max(limit_s, COMPILE_S)
-        self._on_trouble = on_trouble
+            self._limit_s = max(limit_s, COMPILE_STEP_S)
+        self._on_failure = on_failure
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
@@ -50,11 +51,11 @@ class Watchdog:
             self._thread.join()
 
     def _run(self) -> None:
-        interval = min(1.0, self._limit_s / LOOKS) if self._limit_s else 1.0
+        interval = min(1.0, self._limit_s / CHECKS_PER_LIMIT) if self._limit_s else 1.0
         while not self._is_closed.wait(interval):
             reason = self._trouble()
             if reason is not None and not self._is_closed.is_set():
-                self._on_trouble(reason)
+                self._on_failure(reason)
                 return
 
     def _trouble(self) -> str | None:

@@ -16,17 +16,17 @@ from jaxinfer.serving.config import LimitsConfig, ServingConfig
 from jaxinfer.serving.errors import ServiceError
 from jaxinfer.serving.health import Health
 from jaxinfer.serving.http import chat, completions, embeddings, info
-from jaxinfer.serving.http.document import body_of, openapi_document
 from jaxinfer.serving.http.embedding_schema import EmbeddingBody
 from jaxinfer.serving.http.errors import error_response, on_http_exception
-from jaxinfer.serving.http.gate import EMBEDDING_PATH, WORKING_PATHS, Gate
-from jaxinfer.serving.http.openai_schema import (
+from jaxinfer.serving.http.middleware import EMBEDDING_PATH, INFERENCE_PATHS, RequestMiddleware
+from jaxinfer.serving.http.openapi import openapi_document, request_body_schema
+from jaxinfer.serving.http.page import load_page
+from jaxinfer.serving.http.request_schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
-from jaxinfer.serving.http.page import load_page
 from jaxinfer.serving.http.response_schema import (
     ChatCompletion,
     Completion,
@@ -37,7 +37,7 @@ from jaxinfer.serving.http.response_schema import (
     Stats,
     Text,
     Tokens,
-    answers,
+    responses,
 )
 from jaxinfer.serving.metrics import Metrics
 from jaxinfer.serving.service import Service
@@ -62,9 +62,9 @@ def build_app(
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.include_router(_working(service, config.limits))
-    app.include_router(_telling(service, config.limits))
-    app.include_router(_operating(service, health, metrics))
+    app.include_router(_inference_routes(service, config.limits))
+    app.include_router(_model_routes(service, config.limits))
+    app.include_router(_operation_routes(service, health, metrics))
     can_chat = not service.model.embedding_dim
     if config.page and can_chat and (page := load_page()) is not None:
 
@@ -74,7 +74,7 @@ def build_app(
 
     app.add_exception_handler(ServiceError, _service_error_handler(metrics))
     app.add_exception_handler(HTTPException, on_http_exception)
-    app.add_middleware(Gate, service=service, keys=keys, metrics=metrics)
+    app.add_middleware(RequestMiddleware, service=service, keys=keys, metrics=metrics)
     if config.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -97,14 +97,14 @@ def _service_error_handler(metrics: Metrics) -> Any:
     async def on_service_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ServiceError)
         state = request.scope["state"]
-        if request.scope["path"] in WORKING_PATHS and not state.get("has_stream"):
+        if request.scope["path"] in INFERENCE_PATHS and not state.get("has_stream"):
             metrics.refused("http", error.kind)
         return error_response(error)
 
     return on_service_error
 
 
-def _working(service: Service, limits: LimitsConfig) -> APIRouter:
+def _inference_routes(service: Service, limits: LimitsConfig) -> APIRouter:
     """Those of the other kind of model are there too, undocumented, and say so."""
     router = APIRouter(tags=["generate"])
     embeds = bool(service.model.embedding_dim)
@@ -114,8 +114,8 @@ def _working(service: Service, limits: LimitsConfig) -> APIRouter:
     @router.post(
         "/v1/completions",
         include_in_schema=not embeds,
-        responses=answers(Completion, *errors, is_streamed=True),
-        openapi_extra=body_of(CompletionRequest),
+        responses=responses(Completion, *errors, is_streamed=True),
+        openapi_extra=request_body_schema(CompletionRequest),
     )
     async def create_completion(request: Request) -> Response:
         return await completions.complete(request, service, tokenizer, limits)
@@ -123,8 +123,8 @@ def _working(service: Service, limits: LimitsConfig) -> APIRouter:
     @router.post(
         "/v1/chat/completions",
         include_in_schema=not embeds,
-        responses=answers(ChatCompletion, *errors, is_streamed=True),
-        openapi_extra=body_of(ChatRequest),
+        responses=responses(ChatCompletion, *errors, is_streamed=True),
+        openapi_extra=request_body_schema(ChatRequest),
     )
     async def create_chat_completion(request: Request) -> Response:
         return await chat.chat(request, service, tokenizer, limits)
@@ -132,8 +132,8 @@ def _working(service: Service, limits: LimitsConfig) -> APIRouter:
     @router.post(
         EMBEDDING_PATH,
         include_in_schema=embeds,
-        responses=answers(EmbeddingList, *errors),
-        openapi_extra=body_of(EmbeddingBody),
+        responses=responses(EmbeddingList, *errors),
+        openapi_extra=request_body_schema(EmbeddingBody),
     )
     async def create_embedding(request: Request) -> Response:
         return await embeddings.embed(request, service, limits)
@@ -141,29 +141,29 @@ def _working(service: Service, limits: LimitsConfig) -> APIRouter:
     return router
 
 
-def _telling(service: Service, limits: LimitsConfig) -> APIRouter:
-    router = APIRouter(tags=["tell"])
+def _model_routes(service: Service, limits: LimitsConfig) -> APIRouter:
+    router = APIRouter(tags=["models"])
 
-    @router.get("/v1/models", responses=answers(ModelList))
+    @router.get("/v1/models", responses=responses(ModelList))
     async def list_models() -> Response:
         return info.list_models(service)
 
-    @router.get("/v1/models/{model_id:path}", responses=answers(Model, 404))
+    @router.get("/v1/models/{model_id:path}", responses=responses(Model, 404))
     async def get_model(model_id: str) -> Response:
         return info.get_model(service, model_id)
 
     @router.post(
         "/tokenize",
-        responses=answers(Tokens, 400, 404, 408, 413, 415),
-        openapi_extra=body_of(TokenizeRequest),
+        responses=responses(Tokens, 400, 404, 408, 413, 415),
+        openapi_extra=request_body_schema(TokenizeRequest),
     )
     async def tokenize(request: Request) -> Response:
         return await info.tokenize(request, service, limits)
 
     @router.post(
         "/detokenize",
-        responses=answers(Text, 400, 404, 408, 413, 415),
-        openapi_extra=body_of(DetokenizeRequest),
+        responses=responses(Text, 400, 404, 408, 413, 415),
+        openapi_extra=request_body_schema(DetokenizeRequest),
     )
     async def detokenize(request: Request) -> Response:
         return await info.detokenize(request, service, limits)
@@ -171,25 +171,25 @@ def _telling(service: Service, limits: LimitsConfig) -> APIRouter:
     return router
 
 
-def _operating(service: Service, health: Health, metrics: Metrics) -> APIRouter:
-    router = APIRouter(tags=["operate"])
+def _operation_routes(service: Service, health: Health, metrics: Metrics) -> APIRouter:
+    router = APIRouter(tags=["operations"])
     meter = info.RateMeter()
     unwell = {503: {"model": HealthBody}}
 
-    @router.get("/v1/stats", responses=answers(Stats))
+    @router.get("/v1/stats", responses=responses(Stats))
     async def get_stats() -> Response:
         return info.stats_response(service, meter)
 
-    @router.get("/health/live", responses=answers(HealthBody) | unwell)
+    @router.get("/health/live", responses=responses(HealthBody) | unwell)
     async def is_live() -> Response:
         return info.health_response(health.is_live, health.state.name.lower())
 
-    @router.get("/health/ready", responses=answers(HealthBody) | unwell)
+    @router.get("/health/ready", responses=responses(HealthBody) | unwell)
     async def is_ready() -> Response:
         return info.health_response(health.is_ready, health.state.name.lower())
 
     text = {"content": {"text/plain": {"schema": {"type": "string"}}}}
-    errors = {500: answers(None)[500]}
+    errors = {500: responses(None)[500]}
 
     @router.get("/metrics", responses={200: text, **errors}, response_class=Response)
     async def get_metrics() -> Response:

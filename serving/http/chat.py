@@ -12,12 +12,17 @@ from starlette.responses import Response
 from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.serving.config import LimitsConfig
 from jaxinfer.serving.generation import Chat, Delta, Result
-from jaxinfer.serving.http.asking import checked_params, generation_requests, refuse, wants_usage
-from jaxinfer.serving.http.limits import read_json
+from jaxinfer.serving.http.generation_response import GenerationResponse
 from jaxinfer.serving.http.logprobs import TokenNames, chat_logprobs
-from jaxinfer.serving.http.openai_schema import ChatRequest, Message, parse_request
-from jaxinfer.serving.http.sse import Answer
-from jaxinfer.serving.http.writing import (
+from jaxinfer.serving.http.request_body import read_json
+from jaxinfer.serving.http.request_parsing import (
+    generation_requests,
+    includes_usage,
+    invalid_field,
+    sampling_params,
+)
+from jaxinfer.serving.http.request_schema import ChatRequest, Message, parse_request
+from jaxinfer.serving.http.serialization import (
     FINISH_REASONS,
     Envelope,
     PromptLogprobs,
@@ -39,17 +44,19 @@ async def chat(
     if ask.logprobs:
         changes["logprobs"] = ask.top_logprobs or 0
     elif ask.top_logprobs is not None:
-        raise refuse("top_logprobs", "top_logprobs needs logprobs to be true")
-    params = checked_params(service, ask, changes)
+        raise invalid_field("top_logprobs", "top_logprobs needs logprobs to be true")
+    params = sampling_params(service, ask, changes)
     requests = generation_requests(request, ask, [conversation(ask.messages)], params)
     kind = "chat.completion.chunk" if ask.stream else "chat.completion"
     response_id, model = f"chatcmpl-{requests[0].request_id}", service.model.name
     envelope = Envelope(response_id, kind, int(time.time()), model)
-    writer = ChatWriter(envelope, ask, params, TokenNames(tokenizer))
+    serializer = ChatSerializer(envelope, ask, params, TokenNames(tokenizer))
     names = {"prompt": "messages", "logprobs": "top_logprobs"}
     if ask.max_tokens is None:
         names["max_tokens"] = "max_completion_tokens"
-    return Answer(service, requests, writer, is_stream=bool(ask.stream), field_names=names)
+    return GenerationResponse(
+        service, requests, serializer, is_stream=bool(ask.stream), field_names=names
+    )
 
 
 def conversation(messages: Sequence[Message]) -> Chat:
@@ -61,12 +68,12 @@ def _max_tokens(ask: ChatRequest) -> int | None:
     old, new = ask.max_tokens, ask.max_completion_tokens
     if old is not None and new is not None and old != new:
         text = f"max_completion_tokens={new} and max_tokens={old} differ; give one of them"
-        raise refuse("max_completion_tokens", text)
+        raise invalid_field("max_completion_tokens", text)
     return old if new is None else new
 
 
-class ChatWriter:
-    """Writes chat completions; see `sse.Writer`."""
+class ChatSerializer:
+    """Writes chat completions; see `sse.ResponseSerializer`."""
 
     def __init__(
         self, envelope: Envelope, ask: ChatRequest, params: SamplingParams, names: TokenNames
@@ -75,7 +82,7 @@ class ChatWriter:
         self._names = names
         self._has_logprobs = params.logprobs is not None
         self._prompt_logprobs = PromptLogprobs(params.prompt_logprobs, names)
-        self._wants_usage = wants_usage(ask)
+        self._wants_usage = includes_usage(ask)
         self._usage_field = ',"usage":null' if self._wants_usage else ""
         self._begun: set[int] = set()
 

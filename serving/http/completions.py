@@ -13,12 +13,17 @@ from jaxinfer.engine.request import TokenLogprobs
 from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.serving.config import LimitsConfig
 from jaxinfer.serving.generation import Delta, Prompt, Result
-from jaxinfer.serving.http.asking import checked_params, generation_requests, refuse, wants_usage
-from jaxinfer.serving.http.limits import read_json
+from jaxinfer.serving.http.generation_response import GenerationResponse
 from jaxinfer.serving.http.logprobs import Offsets, TokenNames, completion_logprobs
-from jaxinfer.serving.http.openai_schema import CompletionRequest, parse_request
-from jaxinfer.serving.http.sse import Answer
-from jaxinfer.serving.http.writing import (
+from jaxinfer.serving.http.request_body import read_json
+from jaxinfer.serving.http.request_parsing import (
+    generation_requests,
+    includes_usage,
+    invalid_field,
+    sampling_params,
+)
+from jaxinfer.serving.http.request_schema import CompletionRequest, parse_request
+from jaxinfer.serving.http.serialization import (
     FINISH_REASONS,
     Envelope,
     PromptLogprobs,
@@ -42,20 +47,20 @@ async def complete(
         "max_tokens": DEFAULT_MAX_TOKENS if ask.max_tokens is None else ask.max_tokens
     }
     if ask.best_of is not None and ask.best_of != (ask.n or 1):
-        raise refuse(
+        raise invalid_field(
             "best_of", f"best_of={ask.best_of} is not supported; leave it out, or ask for n"
         )
     if ask.logprobs is not None:
         changes["logprobs"] = ask.logprobs
         if ask.echo:
             changes["prompt_logprobs"] = max(ask.logprobs, ask.prompt_logprobs or 0)
-    params = checked_params(service, ask, changes)
+    params = sampling_params(service, ask, changes)
     prompts: list[Prompt] = list(ask.prompt)
     requests = generation_requests(request, ask, prompts, params)
     echoes = None
     if ask.echo:
         echoes = [_text_of(service, prompt, params) for prompt in prompts]
-    writer = CompletionWriter(
+    serializer = CompletionSerializer(
         Envelope(
             f"cmpl-{requests[0].request_id}",
             "text_completion",
@@ -67,7 +72,9 @@ async def complete(
         tokenizer,
         echoes,
     )
-    return Answer(service, requests, writer, is_stream=bool(ask.stream), field_names={})
+    return GenerationResponse(
+        service, requests, serializer, is_stream=bool(ask.stream), field_names={}
+    )
 
 
 def _text_of(service: Service, prompt: Prompt, params: SamplingParams) -> str:
@@ -78,8 +85,8 @@ def _text_of(service: Service, prompt: Prompt, params: SamplingParams) -> str:
     return service.tokenizer.decode(prompt, skip_special_tokens=params.skip_special_tokens)
 
 
-class CompletionWriter:
-    """Writes text completions; see `sse.Writer`. `echoes` are the prompts' texts, to begin with."""
+class CompletionSerializer:
+    """Writes text completions. `echoes` are the texts of the prompts, which begin the choices."""
 
     def __init__(
         self,
@@ -97,7 +104,7 @@ class CompletionWriter:
         self._names = TokenNames(tokenizer)
         self._echoes = echoes
         self._prompt_logprobs = PromptLogprobs(ask.prompt_logprobs, self._names)
-        self._wants_usage = wants_usage(ask)
+        self._wants_usage = includes_usage(ask)
         self._usage_field = ',"usage":null' if self._wants_usage else ""
         self._offsets: dict[int, Offsets] = {}
         self._begun: set[int] = set()

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, PlainValidator, WithJsonSchema
 
 from jaxinfer.sampling.params import MAX_INT32
-from jaxinfer.serving.http.openai_schema import (
+from jaxinfer.serving.http.request_schema import (
     MAX_ID_LEN,
     PROMPT_SCHEMA,
     Name,

@@ -14,12 +14,12 @@ from starlette.responses import Response
 from jaxinfer.serving.config import LimitsConfig
 from jaxinfer.serving.errors import ErrorKind, ServiceError
 from jaxinfer.serving.generation import EmbeddingRequest, Embeddings
-from jaxinfer.serving.http.asking import own_id
 from jaxinfer.serving.http.embedding_schema import EmbeddingBody
 from jaxinfer.serving.http.errors import json_response
-from jaxinfer.serving.http.limits import read_json
-from jaxinfer.serving.http.openai_schema import parse_request
-from jaxinfer.serving.http.writing import to_json
+from jaxinfer.serving.http.request_body import read_json
+from jaxinfer.serving.http.request_parsing import engine_request_id
+from jaxinfer.serving.http.request_schema import parse_request
+from jaxinfer.serving.http.serialization import to_json
 from jaxinfer.serving.service import Service
 
 T = TypeVar("T")
@@ -36,22 +36,22 @@ async def embed(request: Request, service: Service, limits: LimitsConfig) -> Res
         dimensions=ask.dimensions,
         prompt_name=ask.prompt_name,
         truncate=bool(ask.truncate),
-        request_id=own_id(request, ask.request_id),
+        request_id=engine_request_id(request, ask.request_id),
         timeout_s=ask.timeout_s,
-        door="http",
+        protocol="http",
         user=ask.user or state["key_name"],
     )
-    work = service.embed(asked, on_taken=lambda: state.update(has_stream=True))
+    work = service.embed(asked, on_accepted=lambda: state.update(has_stream=True))
     made = await _unless_left(request, work)
     as_bytes = ask.encoding_format == "base64"
     if made.is_large:
-        body = await asyncio.to_thread(write_body, service.model.name, made, as_bytes)
+        body = await asyncio.to_thread(serialize_embeddings, service.model.name, made, as_bytes)
     else:
-        body = write_body(service.model.name, made, as_bytes)
+        body = serialize_embeddings(service.model.name, made, as_bytes)
     return json_response(body)
 
 
-def write_body(model: str, made: Embeddings, as_bytes: bool) -> bytes:
+def serialize_embeddings(model: str, made: Embeddings, as_bytes: bool) -> bytes:
     """Numbers as JSON, or in base64 the bytes of little-endian float32.
 
     Vector by vector: one call for all of them would hold Python's lock, and with it the event

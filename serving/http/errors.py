@@ -14,7 +14,7 @@ from jaxinfer.serving.errors import ErrorKind, ServiceError
 
 # Kinds that another try does not help, whatever a client makes of the status: OpenAI's clients
 # repeat 408 and 409 by themselves unless told.
-_NOT_AGAIN = {ErrorKind.DEADLINE, ErrorKind.SLOW_READER, ErrorKind.IN_USE}
+_NOT_RETRYABLE = {ErrorKind.DEADLINE, ErrorKind.SLOW_READER, ErrorKind.IN_USE}
 
 
 def error_json(
@@ -35,7 +35,7 @@ def error_response(error: ServiceError) -> Response:
     status = error.kind.http_status
     if status in (429, 503):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s or 1.0)))
-    elif error.kind in _NOT_AGAIN:
+    elif error.kind in _NOT_RETRYABLE:
         headers["X-Should-Retry"] = "false"
     elif error.kind is ErrorKind.UNAUTHENTICATED:
         headers["WWW-Authenticate"] = "Bearer"

@@ -12,16 +12,16 @@ from starlette.responses import Response
 from jaxinfer.engine.stats import EngineStats
 from jaxinfer.serving.config import LimitsConfig
 from jaxinfer.serving.errors import ErrorKind, ServiceError
-from jaxinfer.serving.http.asking import refuse
 from jaxinfer.serving.http.chat import conversation
 from jaxinfer.serving.http.errors import json_response
-from jaxinfer.serving.http.limits import read_json
-from jaxinfer.serving.http.openai_schema import (
+from jaxinfer.serving.http.request_body import read_json
+from jaxinfer.serving.http.request_parsing import invalid_field
+from jaxinfer.serving.http.request_schema import (
     DetokenizeRequest,
     TokenizeRequest,
     parse_request,
 )
-from jaxinfer.serving.http.writing import to_json
+from jaxinfer.serving.http.serialization import to_json
 from jaxinfer.serving.service import Service
 
 RATE_WINDOW_S = 5.0
@@ -61,11 +61,11 @@ async def tokenize(request: Request, service: Service, limits: LimitsConfig) -> 
     ask = parse_request(TokenizeRequest, await read_json(request, limits))
     service.check_model(ask.model or "")
     if (ask.prompt is None) == (ask.messages is None):
-        raise refuse("prompt", "give either prompt or messages")
+        raise invalid_field("prompt", "give either prompt or messages")
     if ask.messages is not None:
         if ask.add_special_tokens is not None:
             text = "add_special_tokens is for prompt; a chat template writes its own"
-            raise refuse("add_special_tokens", text)
+            raise invalid_field("add_special_tokens", text)
         tokens = await service.tokenize(conversation(ask.messages))
     else:
         adds = ask.add_special_tokens is not False
@@ -81,11 +81,11 @@ async def detokenize(request: Request, service: Service, limits: LimitsConfig) -
     max_len = service.model.max_len
     if len(ask.tokens) > max_len:
         text = f"tokens has {len(ask.tokens)} ids; the context holds {max_len}: send fewer at once"
-        raise refuse("tokens", text)
+        raise invalid_field("tokens", text)
     try:
         text = await service.detokenize(ask.tokens)
     except ServiceError as error:
-        raise refuse("tokens", error.message) from error
+        raise invalid_field("tokens", error.message) from error
     return json_response(to_json({"prompt": text}).encode())
 
 

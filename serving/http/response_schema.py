@@ -10,33 +10,33 @@ FinishReason = Literal["stop", "length"]
 Count = Annotated[int, Field(ge=0)]
 
 
-class Answered(BaseModel):
+class ResponseModel(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class ErrorDetail(Answered):
+class ErrorDetail(ResponseModel):
     message: str
     type: str
     param: str | None
     code: str | None
 
 
-class ErrorBody(Answered):
+class ErrorBody(ResponseModel):
     error: ErrorDetail
 
 
-class PromptDetails(Answered):
+class PromptDetails(ResponseModel):
     cached_tokens: Count  # found in the prefix cache
 
 
-class Usage(Answered):
+class Usage(ResponseModel):
     prompt_tokens: Count
     completion_tokens: Count
     total_tokens: Count
     prompt_tokens_details: PromptDetails
 
 
-class TokenLogprob(Answered):
+class TokenLogprob(ResponseModel):
     token: str
     logprob: float
     bytes: list[int]
@@ -46,14 +46,14 @@ class ChatLogprob(TokenLogprob):
     top_logprobs: list[TokenLogprob]
 
 
-class CompletionLogprobs(Answered):
+class CompletionLogprobs(ResponseModel):
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[Count]
 
 
-class CompletionChoice(Answered):
+class CompletionChoice(ResponseModel):
     index: Count
     text: str
     logprobs: CompletionLogprobs | None
@@ -61,7 +61,7 @@ class CompletionChoice(Answered):
     prompt_logprobs: list[ChatLogprob | None] = []
 
 
-class Completion(Answered):
+class Completion(ResponseModel):
     id: str
     object: Literal["text_completion"]
     created: Count
@@ -70,18 +70,18 @@ class Completion(Answered):
     usage: Usage
 
 
-class AssistantMessage(Answered):
+class AssistantMessage(ResponseModel):
     role: Literal["assistant"]
     content: str
     refusal: None
 
 
-class ChatLogprobs(Answered):
+class ChatLogprobs(ResponseModel):
     content: list[ChatLogprob]
     refusal: None
 
 
-class ChatChoice(Answered):
+class ChatChoice(ResponseModel):
     index: Count
     message: AssistantMessage
     logprobs: ChatLogprobs | None
@@ -89,7 +89,7 @@ class ChatChoice(Answered):
     prompt_logprobs: list[ChatLogprob | None] = []
 
 
-class ChatCompletion(Answered):
+class ChatCompletion(ResponseModel):
     id: str
     object: Literal["chat.completion"]
     created: Count
@@ -98,25 +98,25 @@ class ChatCompletion(Answered):
     usage: Usage
 
 
-class Embedding(Answered):
+class Embedding(ResponseModel):
     object: Literal["embedding"]
     index: Count
     embedding: list[float] | str  # base64 of little-endian float32
 
 
-class EmbeddingUsage(Answered):
+class EmbeddingUsage(ResponseModel):
     prompt_tokens: Count
     total_tokens: Count
 
 
-class EmbeddingList(Answered):
+class EmbeddingList(ResponseModel):
     object: Literal["list"]
     data: list[Embedding]
     model: str
     usage: EmbeddingUsage
 
 
-class Model(Answered):
+class Model(ResponseModel):
     id: str
     object: Literal["model"]
     created: Count
@@ -129,26 +129,26 @@ class Model(Answered):
     embedding_dim: Count  # numbers of an encoder's vector; 0: the model generates
 
 
-class ModelList(Answered):
+class ModelList(ResponseModel):
     object: Literal["list"]
     data: list[Model]
 
 
-class Tokens(Answered):
+class Tokens(ResponseModel):
     tokens: list[Count]
     count: Count
     max_model_len: Count
 
 
-class Text(Answered):
+class Text(ResponseModel):
     prompt: str
 
 
-class HealthBody(Answered):
+class HealthBody(ResponseModel):
     status: str
 
 
-class StepBody(Answered):
+class StepBody(ResponseModel):
     num_rows: Count
     num_tokens: Count
     total_s: float
@@ -172,8 +172,8 @@ _EVENT = {
 }
 
 
-def answers(kind: Any, *statuses: int, is_streamed: bool = False) -> dict[int | str, Any]:
-    """FastAPI's `responses` of an endpoint that answers with `kind` or one of these errors."""
+def responses(kind: Any, *statuses: int, is_streamed: bool = False) -> dict[int | str, Any]:
+    """FastAPI's `responses` of an endpoint that responses with `kind` or one of these errors."""
     good: dict[str, Any] = {"model": kind}
     if is_streamed:
         good["content"] = {"text/event-stream": {"schema": _EVENT}}

@@ -131,11 +131,11 @@ class _TimedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._await_headers()
+        self._start_header_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._written()
-        self._headers_came()
+        self._cancel_write_timer()
+        self._cancel_header_timer()
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
 
@@ -160,17 +160,17 @@ class _TimedProtocol(HttpToolsProtocol):
             self._write_timer = self.loop.call_later(self.send_timeout_s, self.transport.abort)
 
     def resume_writing(self) -> None:
-        self._written()
+        self._cancel_write_timer()
         super().resume_writing()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         if self._header_timer is None:
-            self._await_headers()
+            self._start_header_timer()
 
     def on_headers_complete(self) -> None:
         self._num_header_bytes = 0
-        self._headers_came()
+        self._cancel_header_timer()
         super().on_headers_complete()
 
     def timeout_keep_alive_handler(self) -> None:
@@ -179,15 +179,15 @@ class _TimedProtocol(HttpToolsProtocol):
         else:
             super().timeout_keep_alive_handler()
 
-    def _await_headers(self) -> None:
+    def _start_header_timer(self) -> None:
         self._header_timer = self.loop.call_later(self.header_timeout_s, self.transport.abort)
 
-    def _headers_came(self) -> None:
+    def _cancel_header_timer(self) -> None:
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
 
-    def _written(self) -> None:
+    def _cancel_write_timer(self) -> None:
         if self._write_timer is not None:
             self._write_timer.cancel()
             self._write_timer = None

@@ -1,4 +1,4 @@
-"""The server on two processes, with two CPU devices each: one door, and how both end."""
+"""The server on two processes, with two CPU devices each: one harness, and how both end."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from tests.support.tiny_server import tiny_engine
 
 DEPLOY = ROOT / "deploy"
 IMAGES = ("Dockerfile.cpu", "Dockerfile.cuda", "Dockerfile.tpu")
-# Of an end, beside the drain: the last bytes of both doors, then the engine's thread.
+# Of an end, beside the drain: the last bytes of both protocols, then the engine's thread.
 END_S = process.GRACE_S + process.STOP_S
 
 
@@ -147,8 +147,8 @@ def served() -> tuple[set[str], dict[str, set[str]]]:
     service = Service(engine, loop, model_name="tiny")
     metrics.watch(loop, service.model.name)
     app = build_app(service, ServingConfig(), None, health, metrics)
-    labels: dict[str, set[str]] = {"jaxinfer_requests_total": {"door", "outcome"}}
-    labels["jaxinfer_requests_refused_total"] = {"door", "kind"}  # both empty so far
+    labels: dict[str, set[str]] = {"jaxinfer_requests_total": {"protocol", "outcome"}}
+    labels["jaxinfer_requests_refused_total"] = {"protocol", "kind"}  # both empty so far
     families = list(text_string_to_metric_families(metrics.render()[0].decode()))
     assert {"jaxinfer_requests", "jaxinfer_requests_refused"} <= {f.name for f in families}
     for family in families:

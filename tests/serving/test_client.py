@@ -1,4 +1,4 @@
-"""The Python client of the gRPC door, sync and async, over a real socket."""
+"""The Python client of the gRPC server, sync and async, over a real socket."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jaxinfer.serving.config import ServingConfig, TlsConfig
 from jaxinfer.serving.generation import Chat, Delta, GenerationRequest
 from jaxinfer.serving.health import Health, State
 from tests.support.certificates import make_authority, make_signed
-from tests.support.grpc_door import Door, ask, config, grpc_door, run
+from tests.support.grpc_harness import GrpcHarness, ask, config, grpc_harness, run
 from tests.support.tiny_server import Brake, tiny_engine
 
 CODES = grpc.StatusCode
@@ -77,9 +77,9 @@ both = pytest.mark.parametrize("kind", [Client, AsyncClient])
 @both
 def test_an_answer_is_the_services_own_streamed_or_whole(engine, kind):
     async def main():
-        async with grpc_door(engine) as door, either(kind, door.target) as client:
+        async with grpc_harness(engine) as harness, either(kind, harness.target) as client:
             params = SamplingParams(**GREEDY, max_tokens=20, logprobs=2, prompt_logprobs=1)
-            stream = await door.service.generate(GenerationRequest("né 汉字", params))
+            stream = await harness.service.generate(GenerationRequest("né 汉字", params))
             expected = await stream.collect()
             named = {**GREEDY, "max_tokens": 20, "logprobs": 2, "prompt_logprobs": 1}
             result = await client.call("complete", "né 汉字", **named)
@@ -100,14 +100,14 @@ def test_an_answer_is_the_services_own_streamed_or_whole(engine, kind):
 @both
 def test_a_prompt_is_text_or_token_ids_or_messages(engine, kind):
     async def main():
-        async with grpc_door(engine) as door, either(kind, door.target) as client:
+        async with grpc_harness(engine) as harness, either(kind, harness.target) as client:
             ids = await client.call("tokenize", "a prompt")
-            assert ids == await door.service.tokenize("a prompt")
+            assert ids == await harness.service.tokenize("a prompt")
             assert "a prompt" in await client.call("detokenize", ids)
             bare = await client.call("tokenize", "a prompt", add_special_tokens=False)
-            assert bare == await door.service.tokenize("a prompt", add_special_tokens=False)
+            assert bare == await harness.service.tokenize("a prompt", add_special_tokens=False)
             chat_ids = await client.call("tokenize", messages=CHAT)
-            assert chat_ids == await door.service.tokenize(Chat(CHAT))
+            assert chat_ids == await harness.service.tokenize(Chat(CHAT))
 
             by_text = await client.call("complete", "a prompt", **GREEDY, max_tokens=8)
             by_ids = await client.call("complete", token_ids=ids, **GREEDY, max_tokens=8)
@@ -123,9 +123,12 @@ def test_a_prompt_is_text_or_token_ids_or_messages(engine, kind):
 def test_the_server_tells_what_it_is_and_how_it_is(engine, kind):
     async def main():
         health = Health()
-        async with grpc_door(engine, health=health) as door, either(kind, door.target) as client:
-            assert await client.call("model") == door.service.model
-            assert await client.call("stats") == door.service.stats
+        async with (
+            grpc_harness(engine, health=health) as harness,
+            either(kind, harness.target) as client,
+        ):
+            assert await client.call("model") == harness.service.model
+            assert await client.call("stats") == harness.service.stats
             assert await client.call("health") is False
             health.set(State.SERVING)
             await asyncio.sleep(0)
@@ -141,7 +144,7 @@ def test_the_server_tells_what_it_is_and_how_it_is(engine, kind):
 @both
 def test_an_error_has_its_code_its_text_and_its_field(engine, kind):
     async def main():
-        async with grpc_door(engine) as door, either(kind, door.target) as client:
+        async with grpc_harness(engine) as harness, either(kind, harness.target) as client:
             for call in (client.call("complete", "x", top_p=2.0), client.deltas("x", top_p=2.0)):
                 with pytest.raises(RpcError, match=r"INVALID_ARGUMENT: .*top_p=2.0") as caught:
                     await call
@@ -159,9 +162,9 @@ def test_an_error_has_its_code_its_text_and_its_field(engine, kind):
 def test_an_overloaded_server_says_when_to_come_back(engine, brake, kind):
     async def main():
         limits = config(max_waiting=0)
-        async with grpc_door(engine, limits) as door, either(kind, door.target) as client:
+        async with grpc_harness(engine, limits) as harness, either(kind, harness.target) as client:
             brake.hold()
-            calls = [door.stub.Generate(ask()) for _ in range(4)]
+            calls = [harness.stub.Generate(ask()) for _ in range(4)]
             for call in calls:
                 await call.read()
             with pytest.raises(RpcError) as caught:
@@ -178,7 +181,10 @@ def test_an_overloaded_server_says_when_to_come_back(engine, brake, kind):
 @both
 def test_a_timeout_is_the_calls_deadline(engine, brake, kind):
     async def main():
-        async with grpc_door(engine) as door, either(kind, door.target, timeout_s=0.2) as client:
+        async with (
+            grpc_harness(engine) as harness,
+            either(kind, harness.target, timeout_s=0.2) as client,
+        ):
             brake.hold()
             calls = [
                 client.call("complete", "x"),
@@ -212,12 +218,12 @@ def test_a_key_opens_the_door(engine, kind):
     keys = ApiKeys([("ann", "key-of-ann-1")])
 
     async def main():
-        async with grpc_door(engine, keys=keys) as door:
-            async with either(kind, door.target, api_key="key-of-ann-1") as client:
+        async with grpc_harness(engine, keys=keys) as harness:
+            async with either(kind, harness.target, api_key="key-of-ann-1") as client:
                 assert (await client.call("model")).name == "tiny"
                 assert await client.deltas("x", **GREEDY, max_tokens=2)
             for key in (None, "key-of-bob-1"):
-                async with either(kind, door.target, api_key=key) as client:
+                async with either(kind, harness.target, api_key=key) as client:
                     assert await client.call("health") is True
                     for call in (client.call("model"), client.deltas("x")):
                         with pytest.raises(RpcError) as caught:
@@ -235,12 +241,12 @@ def test_certificates_open_the_door(engine, kind, tmp_path):
     tls = TlsConfig(server.certificate, server.key, authority.certificate)
 
     async def main():
-        async with grpc_door(engine, ServingConfig(grpc_port=0, tls=tls)) as door:
+        async with grpc_harness(engine, ServingConfig(grpc_port=0, tls=tls)) as harness:
             shown = ClientTls(authority.certificate, own.certificate, own.key)
-            async with either(kind, door.target, tls=shown, timeout_s=20.0) as client:
+            async with either(kind, harness.target, tls=shown, timeout_s=20.0) as client:
                 assert (await client.call("model")).name == "tiny"
             bare = ClientTls(authority.certificate)
-            async with either(kind, door.target, tls=bare, timeout_s=20.0) as client:
+            async with either(kind, harness.target, tls=bare, timeout_s=20.0) as client:
                 with pytest.raises(RpcError) as caught:
                     await client.call("model")
                 assert caught.value.code is CODES.UNAVAILABLE
@@ -250,8 +256,8 @@ def test_certificates_open_the_door(engine, kind, tmp_path):
         kind("127.0.0.1:1", tls=ClientTls(certificate=own.certificate))
 
 
-async def is_free(door: Door, engine: Engine) -> None:
-    while engine.num_requests or engine.pool.num_owned or door.service.loop.num_streams:
+async def is_free(harness: GrpcHarness, engine: Engine) -> None:
+    while engine.num_requests or engine.pool.num_owned or harness.service.loop.num_streams:
         await asyncio.sleep(0.001)
 
 
@@ -272,13 +278,13 @@ def test_leaving_a_loop_early_ends_the_request(engine, brake):
 
     async def main():
         brake.seconds = 0.01
-        async with grpc_door(engine) as door:
+        async with grpc_harness(engine) as harness:
             for how in (lambda: None, fail):
                 is_left.clear()
                 may_close.clear()
-                thread = asyncio.create_task(asyncio.to_thread(leave, door.target, how))
+                thread = asyncio.create_task(asyncio.to_thread(leave, harness.target, how))
                 await asyncio.to_thread(is_left.wait, 30)
-                await is_free(door, engine)
+                await is_free(harness, engine)
                 may_close.set()
                 await thread
 
@@ -289,12 +295,12 @@ def test_leaving_a_loop_early_ends_the_request(engine, brake):
 def test_leaving_an_asynchronous_loop_early_ends_the_request(engine, brake):
     async def main():
         brake.seconds = 0.01
-        async with grpc_door(engine) as door, AsyncClient(door.target) as client:
+        async with grpc_harness(engine) as harness, AsyncClient(harness.target) as client:
             answer = client.generate("x", **GREEDY, max_tokens=400)
             async for delta in answer:
                 assert answer.request_id and answer.usage is None and not delta.finish_reason
                 break
-            await is_free(door, engine)
+            await is_free(harness, engine)
 
             task = asyncio.create_task(client.complete("x", **GREEDY, max_tokens=400))
             while not engine.pool.num_owned:
@@ -302,7 +308,7 @@ def test_leaving_an_asynchronous_loop_early_ends_the_request(engine, brake):
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            await is_free(door, engine)
+            await is_free(harness, engine)
 
     run(main())
 
@@ -314,8 +320,8 @@ def test_an_answer_can_be_cancelled_by_somebody_else(engine, brake):
 
     async def main():
         brake.seconds = 0.01
-        async with grpc_door(engine) as door:
-            async with AsyncClient(door.target) as client:
+        async with grpc_harness(engine) as harness:
+            async with AsyncClient(harness.target) as client:
                 answer = client.generate("x", **GREEDY, max_tokens=400)
                 task = asyncio.create_task(read(answer))
                 await is_under_way.wait()
@@ -323,8 +329,8 @@ def test_an_answer_can_be_cancelled_by_somebody_else(engine, brake):
                 with pytest.raises(RpcError) as caught:
                     await task
                 assert caught.value.code is CODES.CANCELLED
-                await is_free(door, engine)
-            with Client(door.target) as client:
+                await is_free(harness, engine)
+            with Client(harness.target) as client:
                 answer = client.generate("x", **GREEDY, max_tokens=400)
                 deltas = iter(answer)
                 await asyncio.to_thread(next, deltas)
@@ -332,7 +338,7 @@ def test_an_answer_can_be_cancelled_by_somebody_else(engine, brake):
                 with pytest.raises(RpcError) as caught:
                     await asyncio.to_thread(list, deltas)
                 assert caught.value.code is CODES.CANCELLED
-                await is_free(door, engine)
+                await is_free(harness, engine)
 
     is_under_way = asyncio.Event()
     run(main())
@@ -340,7 +346,7 @@ def test_an_answer_can_be_cancelled_by_somebody_else(engine, brake):
 
 def test_a_finished_answer_knows_its_figures(engine):
     async def main():
-        async with grpc_door(engine) as door, AsyncClient(door.target) as client:
+        async with grpc_harness(engine) as harness, AsyncClient(harness.target) as client:
             answer = client.generate("x", **GREEDY, max_tokens=4, n=2, request_id="mine")
             deltas = [delta async for delta in answer]
             assert answer.request_id == "mine" and answer.prompt_logprobs is None

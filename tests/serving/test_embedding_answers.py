@@ -16,16 +16,16 @@ from jaxinfer.engine.request import FinishReason
 from jaxinfer.serving import generation, grpc_messages
 from jaxinfer.serving.generation import Delta, Embeddings
 from jaxinfer.serving.http import embeddings
-from jaxinfer.serving.http.embeddings import write_body
-from tests.support.both_doors import doors
-from tests.support.grpc_door import run
+from jaxinfer.serving.http.embeddings import serialize_embeddings
+from tests.support.grpc_harness import run
+from tests.support.protocol_harness import both_protocols
 from tests.support.tiny_encoder import tiny_embedder
 
 
 @pytest.mark.parametrize(
     "write",
     [
-        lambda made: json.loads(write_body("tiny", made, as_bytes=False))["data"],
+        lambda made: json.loads(serialize_embeddings("tiny", made, as_bytes=False))["data"],
         lambda made: grpc_messages.embeddings(made).embeddings,
     ],
     ids=["json", "protobuf"],
@@ -59,7 +59,8 @@ def longest_call(function: Callable[[], object]) -> float:
 
 
 @pytest.mark.parametrize(
-    "write", [lambda made: write_body("tiny", made, as_bytes=False), grpc_messages.embeddings]
+    "write",
+    [lambda made: serialize_embeddings("tiny", made, as_bytes=False), grpc_messages.embeddings],
 )
 def test_a_long_answer_does_not_hold_the_event_loop(write):
     vectors = np.random.default_rng(0).normal(size=(1024, 1024)).astype(np.float32)
@@ -71,7 +72,9 @@ def test_a_long_answer_does_not_hold_the_event_loop(write):
 
 def test_no_vector_holds_what_json_has_not():
     with pytest.raises(ValueError, match="NaN"):
-        write_body("tiny", Embeddings(np.full((1, 2), np.nan, np.float32), [1]), as_bytes=False)
+        serialize_embeddings(
+            "tiny", Embeddings(np.full((1, 2), np.nan, np.float32), [1]), as_bytes=False
+        )
 
 
 def test_both_doors_write_long_answers_in_another_thread(monkeypatch):
@@ -84,12 +87,12 @@ def test_both_doors_write_long_answers_in_another_thread(monkeypatch):
 
         return watch
 
-    monkeypatch.setattr(generation, "MANY_NUMBERS", 40)  # a vector has 32
-    monkeypatch.setattr(embeddings, "write_body", watched(write_body))
+    monkeypatch.setattr(generation, "LARGE_ARRAY", 40)  # a vector has 32
+    monkeypatch.setattr(embeddings, "serialize_embeddings", watched(serialize_embeddings))
     monkeypatch.setattr(grpc_messages, "embeddings", watched(grpc_messages.embeddings))
 
     async def main():
-        async with doors(tiny_embedder()) as both:
+        async with both_protocols(tiny_embedder()) as both:
             callers: Any = both.callers
             http, grpc = callers["http"], callers["grpc"]
             for texts in (["a"], ["a", "b"]):

@@ -21,9 +21,9 @@ from jaxinfer.serving import AsyncClient, Client, RpcError
 from jaxinfer.serving.auth import ApiKeys
 from jaxinfer.serving.errors import ServiceError
 from jaxinfer.serving.generation import EmbeddingRequest
-from tests.support.both_doors import GREEDY, Doors, doors
-from tests.support.grpc_door import run
+from tests.support.grpc_harness import run
 from tests.support.paths import ROOT
+from tests.support.protocol_harness import GREEDY, BothProtocols, both_protocols
 from tests.support.tiny_encoder import DIM, MAX_LEN, checkpoint, tiny_embedder
 from tests.support.tiny_server import Brake, tiny_engine
 
@@ -49,21 +49,21 @@ def vectors_of(embedder, texts, **named) -> np.ndarray:
     return finished(embedder, embedder.embed(ids), **named)
 
 
-def http_of(both: Doors) -> Any:
+def http_of(both: BothProtocols) -> Any:
     return both.callers["http"].client  # type: ignore[attr-defined]
 
 
-def grpc_of(both: Doors) -> AsyncClient:
+def grpc_of(both: BothProtocols) -> AsyncClient:
     return both.callers["grpc"].client  # type: ignore[attr-defined]
 
 
-async def post(both: Doors, **body: Any) -> Any:
+async def post(both: BothProtocols, **body: Any) -> Any:
     return await http_of(both).post("/v1/embeddings", json=body)
 
 
-async def refused(both: Doors, door: str, **ask: Any) -> tuple[str, str | None]:
+async def refused(both: BothProtocols, protocol: str, **ask: Any) -> tuple[str, str | None]:
     """Kind, by either protocol's name, and the field of a refused request."""
-    if door == "http":
+    if protocol == "http":
         reply = await post(both, **ask)
         assert reply.status_code != 200, reply.text
         error = reply.json()["error"]
@@ -78,7 +78,7 @@ def test_both_doors_give_the_vectors_of_the_library(embedder):
     ids = [encode_text(embedder, text) for text in TEXTS]
 
     async def main():
-        async with doors(embedder) as both:
+        async with both_protocols(embedder) as both:
             for texts in (TEXTS, ids):
                 reply = (await post(both, input=texts)).json()
                 found = np.array([item["embedding"] for item in reply["data"]], np.float32)
@@ -116,7 +116,7 @@ def test_fields_are_honoured_by_both_doors(embedder):
         all_wanted.append(vectors_of(embedder, texts, **named))
 
     async def main():
-        async with doors(embedder) as both:
+        async with both_protocols(embedder) as both:
             for field, wanted in zip(fields, all_wanted, strict=True):
                 ask: dict[str, Any] = {"input": TEXTS} | field
                 reply = (await post(both, **ask)).json()
@@ -132,7 +132,7 @@ def test_the_openai_client_gets_float32_by_its_default_and_as_numbers(embedder):
     wanted = vectors_of(embedder, TEXTS)
 
     async def main():
-        async with doors(embedder) as both:
+        async with both_protocols(embedder) as both:
             url = str(http_of(both).base_url).rstrip("/") + "/v1"
             async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
                 create = client.embeddings.create
@@ -172,12 +172,12 @@ REFUSALS: list[tuple[dict[str, Any], tuple[str, str], str | None]] = [
 
 def test_refusals_name_the_field_at_both_doors(embedder):
     async def main():
-        async with doors(embedder) as both:
+        async with both_protocols(embedder) as both:
             for ask, (openai_type, status), field in REFUSALS:
                 ask = {"input": ["a"]} | ask
-                for door, kind in (("http", openai_type), ("grpc", status)):
-                    said = await refused(both, door, **ask)
-                    assert said == (kind, field), (ask, door)
+                for protocol, kind in (("http", openai_type), ("grpc", status)):
+                    said = await refused(both, protocol, **ask)
+                    assert said == (kind, field), (ask, protocol)
             wrong: list[dict[str, Any]] = [
                 {"input": ["a", [5]]},
                 {"input": 5},
@@ -198,7 +198,7 @@ def test_bad_input_costs_nobody_else_anything(embedder):
     wanted = vectors_of(embedder, TEXTS)
 
     async def main():
-        async with doors(embedder) as both:
+        async with both_protocols(embedder) as both:
 
             async def good() -> None:
                 made = await grpc_of(both).embed(TEXTS)
@@ -214,7 +214,7 @@ def test_bad_input_costs_nobody_else_anything(embedder):
 
 def test_each_kind_of_model_says_what_it_does_not_do(embedder):
     async def main():
-        async with doors(embedder) as both:
+        async with both_protocols(embedder) as both:
             for path, body in (
                 ("/v1/completions", {"prompt": "a"}),
                 ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
@@ -229,7 +229,7 @@ def test_each_kind_of_model_says_what_it_does_not_do(embedder):
                 async for _ in grpc_of(both).generate("a"):
                     pass
         engine, _ = tiny_engine()
-        async with doors(engine) as both:
+        async with both_protocols(engine) as both:
             assert (await refused(both, "http", input="a"))[0] == "wrong_model_error"
             assert (await refused(both, "grpc", input="a"))[0] == "FAILED_PRECONDITION"
             await both.callers["http"].whole("a", max_tokens=1, **GREEDY)
@@ -239,7 +239,7 @@ def test_each_kind_of_model_says_what_it_does_not_do(embedder):
 
 def test_whoever_leaves_is_dropped(embedder, brake):
     async def main():
-        async with doors(embedder) as both:
+        async with both_protocols(embedder) as both:
             brake.hold()
             first = asyncio.create_task(post(both, input=TEXTS))
             second = asyncio.create_task(grpc_of(both).embed(TEXTS))
@@ -258,7 +258,7 @@ def test_whoever_leaves_is_dropped(embedder, brake):
 
 def test_a_deadline_and_a_full_queue(embedder, brake):
     async def main():
-        async with doors(embedder, max_waiting_texts=2) as both:
+        async with both_protocols(embedder, max_waiting_texts=2) as both:
             too_many = {"input": ["a"] * 7}  # max_num_seqs is 4
             assert await refused(both, "http", **too_many) == (INVALID[0], "input")
             said = (await post(both, **too_many)).json()["error"]["message"]
@@ -272,16 +272,22 @@ def test_a_deadline_and_a_full_queue(embedder, brake):
             assert "max_waiting_texts" in reply.json()["error"]["message"]
             assert "4 texts are under way" in reply.json()["error"]["message"]
             assert (await refused(both, "grpc", input=["a"] * 3))[0] == "RESOURCE_EXHAUSTED"
-            for door, kind in (("http", "timeout_error"), ("grpc", "DEADLINE_EXCEEDED")):
-                assert (await refused(both, door, input="a", timeout_s=0.3))[0] == kind
+            for protocol, kind in (("http", "timeout_error"), ("grpc", "DEADLINE_EXCEEDED")):
+                assert (await refused(both, protocol, input="a", timeout_s=0.3))[0] == kind
             while both.service.loop.num_streams > 4:  # the client's own deadline rang first
                 await asyncio.sleep(0.005)
             text = (await http_of(both).get("/metrics")).text
-            for door in ("http", "grpc"):  # counted once, as requests that were taken
-                ends = "deadline" if door == "http" else "deadline|cancelled"
-                assert re.search(f'requests_total{{door="{door}",outcome="({ends})"}} 1.0', text)
-                assert f'requests_refused_total{{door="{door}",kind="deadline"}}' not in text
-                assert f'requests_refused_total{{door="{door}",kind="overloaded"}} 1.0' in text
+            for protocol in ("http", "grpc"):  # counted once, as requests that were taken
+                ends = "deadline" if protocol == "http" else "deadline|cancelled"
+                assert re.search(
+                    f'requests_total{{outcome="({ends})",protocol="{protocol}"}} 1.0', text
+                )
+                assert (
+                    f'requests_refused_total{{kind="deadline",protocol="{protocol}"}}' not in text
+                )
+                assert (
+                    f'requests_refused_total{{kind="overloaded",protocol="{protocol}"}} 1.0' in text
+                )
             brake.release()
             assert (await waiting).vectors.shape == (4, DIM)
 
@@ -290,9 +296,9 @@ def test_a_deadline_and_a_full_queue(embedder, brake):
 
 def test_more_tokens_than_may_ever_wait_are_no_matter_of_trying_again(embedder):
     async def main():
-        async with doors(embedder, max_waiting_tokens=9) as both:
-            for door, kind in (("http", INVALID[0]), ("grpc", INVALID[1])):
-                assert await refused(both, door, input=["the cat"] * 3) == (kind, "input")
+        async with both_protocols(embedder, max_waiting_tokens=9) as both:
+            for protocol, kind in (("http", INVALID[0]), ("grpc", INVALID[1])):
+                assert await refused(both, protocol, input=["the cat"] * 3) == (kind, "input")
             reply = await post(both, input=["the cat"] * 3)
             assert "12 tokens together" in reply.json()["error"]["message"]
             assert (await post(both, input=["the cat"] * 2)).status_code == 200
@@ -311,7 +317,9 @@ def test_many_short_texts_leave_the_event_loop_to_others(embedder, brake, monkey
         return encode(text, **kwargs)
 
     async def main():
-        async with doors(embedder, max_waiting_texts=130) as both:  # 134 with those that run
+        async with both_protocols(
+            embedder, max_waiting_texts=130
+        ) as both:  # 134 with those that run
             loop, has_ended = both.service.loop, False
 
             async def others() -> None:
@@ -319,7 +327,7 @@ def test_many_short_texts_leave_the_event_loop_to_others(embedder, brake, monkey
                     turns.append(loop.num_streams)
                     if 0 < turns[-1] < 134:  # the places of those to come are not free
                         with pytest.raises(ServiceError, match="134 texts are under way"):
-                            loop.check_room()
+                            loop.check_capacity()
                     await asyncio.sleep(0)
 
             brake.hold()
@@ -332,7 +340,7 @@ def test_many_short_texts_leave_the_event_loop_to_others(embedder, brake, monkey
             await watching
             brake.release()
             assert (await asked).vectors.shape == (134, DIM)
-            loop.check_room(134)  # and all places are back
+            loop.check_capacity(134)  # and all places are back
 
     run(main())
     assert threading.main_thread() not in threads and len(threads) == 1
@@ -342,18 +350,18 @@ def test_many_short_texts_leave_the_event_loop_to_others(embedder, brake, monkey
 def test_keys_metrics_and_what_is_told_of_the_model(embedder):
     async def main():
         keys = ApiKeys([("ada", "secret-key")])
-        async with doors(embedder, keys=keys) as both:
+        async with both_protocols(embedder, keys=keys) as both:
             assert (await refused(both, "http", input="a"))[0] == "authentication_error"
             assert (await refused(both, "grpc", input="a"))[0] == "UNAUTHENTICATED"
-        async with doors(embedder, keys=keys, key="secret-key") as both:
+        async with both_protocols(embedder, keys=keys, key="secret-key") as both:
             await post(both, input=TEXTS)
             await grpc_of(both).embed(TEXTS)
             model = (await http_of(both).get("/v1/models")).json()["data"][0]
             assert model["embedding_dim"] == (await grpc_of(both).model()).embedding_dim == DIM
             assert (await grpc_of(both).stats()).num_generated == 0
             text = (await http_of(both).get("/metrics")).text
-            assert 'jaxinfer_requests_total{door="http",outcome="stop"} 3.0' in text
-            assert 'jaxinfer_requests_total{door="grpc",outcome="stop"} 3.0' in text
+            assert 'jaxinfer_requests_total{outcome="stop",protocol="http"} 3.0' in text
+            assert 'jaxinfer_requests_total{outcome="stop",protocol="grpc"} 3.0' in text
             document = (await http_of(both).get("/openapi.json")).json()
             assert "/v1/embeddings" in document["paths"]
             assert "/v1/completions" not in document["paths"]

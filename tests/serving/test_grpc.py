@@ -1,4 +1,4 @@
-"""The gRPC door over a real socket: what is asked is answered, streamed or whole, the same."""
+"""The gRPC server over a real socket: what is asked is answered, streamed or whole, the same."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxinfer.loading.checkpoint import GenerationDefaults
 from jaxinfer.serving.generation import Chat, GenerationRequest
 from jaxinfer.serving.observer import Observer
 from jaxinfer.serving.protos.jaxinfer.v1 import inference_pb2 as pb
-from tests.support.grpc_door import ask, grpc_door, joined, run, streamed
+from tests.support.grpc_harness import ask, grpc_harness, joined, run, streamed
 from tests.support.tiny_server import tiny_engine
 
 
@@ -21,8 +21,8 @@ def engine() -> Engine:
 
 def test_a_stream_begins_with_its_id_and_ends_with_its_figures(engine):
     async def main():
-        async with grpc_door(engine) as door:
-            parts = await streamed(door, ask(max_tokens=8, request_id="mine"))
+        async with grpc_harness(engine) as harness:
+            parts = await streamed(harness, ask(max_tokens=8, request_id="mine"))
             assert parts[0].started == pb.Started(request_id="mine", prompt_tokens=len("a prompt"))
             assert [part.HasField("sample") for part in parts] == [False] + [True] * (
                 len(parts) - 1
@@ -39,11 +39,11 @@ def test_a_stream_begins_with_its_id_and_ends_with_its_figures(engine):
 
 def test_the_unary_answer_is_that_of_the_service(engine):
     async def main():
-        async with grpc_door(engine) as door:
+        async with grpc_harness(engine) as harness:
             params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-            stream = await door.service.generate(GenerationRequest("a prompt", params))
+            stream = await harness.service.generate(GenerationRequest("a prompt", params))
             [expected] = (await stream.collect()).samples
-            answer = await door.stub.Complete(ask(max_tokens=12))
+            answer = await harness.stub.Complete(ask(max_tokens=12))
             [sample] = answer.samples
             assert sample.text == expected.text
             assert list(sample.token_ids) == expected.token_ids
@@ -57,8 +57,8 @@ def test_deltas_join_to_the_unary_answer_with_characters_of_many_tokens(engine, 
     text = "né 汉字 🙂"
 
     async def main():
-        async with grpc_door(engine) as door:
-            ids = (await door.stub.Tokenize(pb.TokenizeRequest(text=text))).token_ids
+        async with grpc_harness(engine) as harness:
+            ids = (await harness.stub.Tokenize(pb.TokenizeRequest(text=text))).token_ids
             assert len(ids) > len(text), "a token a byte"
             named = {
                 "temperature": 5.0,
@@ -66,8 +66,8 @@ def test_deltas_join_to_the_unary_answer_with_characters_of_many_tokens(engine, 
                 "allowed_token_ids": pb.TokenIds(ids=sorted(set(ids))),
             }
             request = ask(text, 120, params=named)
-            [whole] = (await door.stub.Complete(request)).samples
-            parts = await streamed(door, request)
+            [whole] = (await harness.stub.Complete(request)).samples
+            parts = await streamed(harness, request)
             assert joined(parts) == [whole] and len(whole.token_ids) == 120
             assert any(ord(c) > 127 and c != "\ufffd" for c in whole.text)
 
@@ -77,9 +77,9 @@ def test_deltas_join_to_the_unary_answer_with_characters_of_many_tokens(engine, 
 @pytest.mark.parametrize("include", [False, True])
 def test_deltas_join_to_the_unary_answer_with_stop_strings(engine, include):
     async def main():
-        async with grpc_door(engine) as door:
+        async with grpc_harness(engine) as harness:
             params = {"temperature": 1.0, "seed": 3}
-            [free] = (await door.stub.Complete(ask(max_tokens=80, params=params))).samples
+            [free] = (await harness.stub.Complete(ask(max_tokens=80, params=params))).samples
             for start, length in ((0, 1), (7, 3), (20, 5), (30, 8)):
                 stop = free.text[start : start + length]
                 params |= {
@@ -87,8 +87,8 @@ def test_deltas_join_to_the_unary_answer_with_stop_strings(engine, include):
                     "include_stop_str_in_output": include,
                 }
                 request = ask(max_tokens=80, params=params)
-                [whole] = (await door.stub.Complete(request)).samples
-                assert joined(await streamed(door, request)) == [whole]
+                [whole] = (await harness.stub.Complete(request)).samples
+                assert joined(await streamed(harness, request)) == [whole]
                 before = free.text[: free.text.index(stop)]
                 assert whole.text == (before + stop if include else before)
                 assert whole.finish_reason == pb.FINISH_REASON_STOP
@@ -98,11 +98,11 @@ def test_deltas_join_to_the_unary_answer_with_stop_strings(engine, include):
 
 def test_samples_and_logprobs_come_over_the_wire(engine):
     async def main():
-        async with grpc_door(engine) as door:
+        async with grpc_harness(engine) as harness:
             params = {"n": 3, "temperature": 1.0, "seed": 5, "logprobs": 2, "prompt_logprobs": 1}
             request = ask(max_tokens=6, params=params)
-            answer = await door.stub.Complete(request)
-            parts = await streamed(door, request)
+            answer = await harness.stub.Complete(request)
+            parts = await streamed(harness, request)
             assert joined(parts) == list(answer.samples)
             assert [sample.index for sample in answer.samples] == [0, 1, 2]
             for sample in answer.samples:
@@ -121,45 +121,47 @@ def test_token_ids_text_and_chat_are_the_same_prompt(engine):
     chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="hello")])
 
     async def main():
-        async with grpc_door(engine) as door:
-            ids = (await door.stub.Tokenize(pb.TokenizeRequest(text="a prompt"))).token_ids
-            given = await door.stub.Complete(ask(token_ids=pb.TokenIds(ids=ids)))
-            assert given.samples == (await door.stub.Complete(ask("a prompt"))).samples
+        async with grpc_harness(engine) as harness:
+            ids = (await harness.stub.Tokenize(pb.TokenizeRequest(text="a prompt"))).token_ids
+            given = await harness.stub.Complete(ask(token_ids=pb.TokenIds(ids=ids)))
+            assert given.samples == (await harness.stub.Complete(ask("a prompt"))).samples
 
-            ids = (await door.stub.Tokenize(pb.TokenizeRequest(chat=chat))).token_ids
-            assert ids == await door.service.tokenize(Chat([{"role": "user", "content": "hello"}]))
-            given = await door.stub.Complete(ask(token_ids=pb.TokenIds(ids=ids)))
-            assert given.samples == (await door.stub.Complete(ask(chat=chat))).samples
+            ids = (await harness.stub.Tokenize(pb.TokenizeRequest(chat=chat))).token_ids
+            assert ids == await harness.service.tokenize(
+                Chat([{"role": "user", "content": "hello"}])
+            )
+            given = await harness.stub.Complete(ask(token_ids=pb.TokenIds(ids=ids)))
+            assert given.samples == (await harness.stub.Complete(ask(chat=chat))).samples
 
     run(main())
 
 
 def test_text_goes_to_token_ids_and_back(engine):
     async def main():
-        async with grpc_door(engine) as door:
+        async with grpc_harness(engine) as harness:
             for text in ("", "né 汉字 🙂", "a" * 500):
-                ids = (await door.stub.Tokenize(pb.TokenizeRequest(text=text))).token_ids
+                ids = (await harness.stub.Tokenize(pb.TokenizeRequest(text=text))).token_ids
                 bare = pb.TokenizeRequest(text=text, add_special_tokens=False)
-                expected = await door.service.tokenize(text, add_special_tokens=False)
-                assert (await door.stub.Tokenize(bare)).token_ids == expected
-                answer = await door.stub.Detokenize(pb.DetokenizeRequest(token_ids=ids))
+                expected = await harness.service.tokenize(text, add_special_tokens=False)
+                assert (await harness.stub.Tokenize(bare)).token_ids == expected
+                answer = await harness.stub.Detokenize(pb.DetokenizeRequest(token_ids=ids))
                 assert answer.text.endswith(text)
-            long = (await door.stub.Tokenize(pb.TokenizeRequest(text="a" * 20_000))).token_ids
+            long = (await harness.stub.Tokenize(pb.TokenizeRequest(text="a" * 20_000))).token_ids
             with pytest.raises(grpc.aio.AioRpcError, match="the context holds 512"):
-                await door.stub.Detokenize(pb.DetokenizeRequest(token_ids=long))
+                await harness.stub.Detokenize(pb.DetokenizeRequest(token_ids=long))
 
     run(main())
 
 
 def test_the_model_and_the_engines_figures_are_told(engine):
     async def main():
-        async with grpc_door(engine) as door:
-            model = await door.stub.GetModel(pb.GetModelRequest())
+        async with grpc_harness(engine) as harness:
+            model = await harness.stub.GetModel(pb.GetModelRequest())
             assert model.name == "tiny" and model.max_len == engine.max_model_len
             assert model.has_chat_template and model.created > 0
-            before = await door.stub.GetStats(pb.GetStatsRequest())
-            await door.stub.Complete(ask(max_tokens=8))
-            stats = await door.stub.GetStats(pb.GetStatsRequest())
+            before = await harness.stub.GetStats(pb.GetStatsRequest())
+            await harness.stub.Complete(ask(max_tokens=8))
+            stats = await harness.stub.GetStats(pb.GetStatsRequest())
             assert stats.num_generated == before.num_generated + 8
             assert stats.num_pages == engine.stats.num_pages
 
@@ -172,12 +174,12 @@ def test_what_is_not_set_is_the_checkpoints_default_and_what_is_set_is_not(engin
     defaults = GenerationDefaults(temperature=0.25, top_k=7)
 
     async def main():
-        async with grpc_door(engine, generation=defaults, observers=(observer,)) as door:
-            await door.stub.Complete(pb.GenerateRequest(text="x"))
+        async with grpc_harness(engine, generation=defaults, observers=(observer,)) as harness:
+            await harness.stub.Complete(pb.GenerateRequest(text="x"))
             params = pb.SamplingParams(temperature=1.0, top_k=0, max_tokens=3)
-            await door.stub.Complete(pb.GenerateRequest(text="x", params=params))
+            await harness.stub.Complete(pb.GenerateRequest(text="x", params=params))
             open_end = pb.SamplingParams(up_to_context=pb.UpToContext())
-            await door.stub.Complete(pb.GenerateRequest(text="x", params=open_end))
+            await harness.stub.Complete(pb.GenerateRequest(text="x", params=open_end))
 
     run(main())
     assert [(p.temperature, p.top_k, p.max_tokens) for p in seen] == [
@@ -192,11 +194,16 @@ def test_what_a_request_says_reaches_the_engine(engine):
     observer = Observer(on_end=lambda stream: seen.append(stream.request))
 
     async def main():
-        async with grpc_door(engine, observers=(observer,)) as door:
-            await door.stub.Complete(ask(cache_salt="s", user="ann", request_id="r"))
-            await door.stub.Complete(ask())
+        async with grpc_harness(engine, observers=(observer,)) as harness:
+            await harness.stub.Complete(ask(cache_salt="s", user="ann", request_id="r"))
+            await harness.stub.Complete(ask())
 
     run(main())
     first, second = seen
-    assert (first.cache_salt, first.user, first.request_id, first.door) == ("s", "ann", "r", "grpc")
+    assert (first.cache_salt, first.user, first.request_id, first.protocol) == (
+        "s",
+        "ann",
+        "r",
+        "grpc",
+    )
     assert (second.cache_salt, second.user, second.request_id) == ("", "", None)

@@ -1,4 +1,4 @@
-"""Who gets through the gRPC door: bearer tokens, TLS, mutual TLS."""
+"""Who gets through the gRPC server: bearer tokens, TLS, mutual TLS."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxinfer.serving.observer import Observer
 from jaxinfer.serving.protos.jaxinfer.v1 import inference_pb2 as pb
 from jaxinfer.serving.protos.jaxinfer.v1.inference_pb2_grpc import InferenceStub
 from tests.support.certificates import Pair, make_authority, make_signed
-from tests.support.grpc_door import Door, ask, error_of, grpc_door, run
+from tests.support.grpc_harness import GrpcHarness, ask, error_of, grpc_harness, run
 from tests.support.tiny_server import tiny_engine
 
 CODES = grpc.StatusCode
@@ -34,9 +34,9 @@ def bearer(token: str, scheme: str = "Bearer") -> tuple[tuple[str, str]]:
     return (("authorization", f"{scheme} {token}"),)
 
 
-def calls(door: Door, metadata) -> list:
+def calls(harness: GrpcHarness, metadata) -> list:
     """One of every method."""
-    stub = door.stub
+    stub = harness.stub
     return [
         stub.Generate(ask(), metadata=metadata),
         stub.Complete(ask(), metadata=metadata),
@@ -63,9 +63,9 @@ def calls(door: Door, metadata) -> list:
 )
 def test_without_a_key_that_the_server_knows_every_method_is_closed(engine, metadata):
     async def main():
-        async with grpc_door(engine, keys=KEYS) as door:
+        async with grpc_harness(engine, keys=KEYS) as harness:
             num_steps = engine.num_steps
-            for call in calls(door, metadata):
+            for call in calls(harness, metadata):
                 error = await error_of(call)
                 assert error.code() is CODES.UNAUTHENTICATED
                 assert "authorization: Bearer" in error.details()
@@ -77,9 +77,9 @@ def test_without_a_key_that_the_server_knows_every_method_is_closed(engine, meta
 
 def test_every_key_opens_every_method(engine):
     async def main():
-        async with grpc_door(engine, keys=KEYS) as door:
+        async with grpc_harness(engine, keys=KEYS) as harness:
             for metadata in (bearer("key-of-ann-1"), bearer("key-of-bob-2", "bearer")):
-                for call in calls(door, metadata):
+                for call in calls(harness, metadata):
                     if hasattr(call, "__aiter__"):
                         assert [part async for part in call]
                     else:
@@ -93,9 +93,9 @@ def test_the_name_of_the_key_is_the_user_unless_the_request_names_one(engine):
     observer = Observer(on_end=lambda stream: users.append(stream.request.user))
 
     async def main():
-        async with grpc_door(engine, keys=KEYS, observers=(observer,)) as door:
-            await door.stub.Complete(ask(), metadata=bearer("key-of-bob-2"))
-            await door.stub.Complete(ask(user="carol"), metadata=bearer("key-of-bob-2"))
+        async with grpc_harness(engine, keys=KEYS, observers=(observer,)) as harness:
+            await harness.stub.Complete(ask(), metadata=bearer("key-of-bob-2"))
+            await harness.stub.Complete(ask(user="carol"), metadata=bearer("key-of-bob-2"))
 
     run(main())
     assert users == ["bob", "carol"]
@@ -103,8 +103,8 @@ def test_the_name_of_the_key_is_the_user_unless_the_request_names_one(engine):
 
 def test_health_is_open_and_reflection_is_not(engine):
     async def main():
-        async with grpc_door(engine, keys=KEYS) as door:
-            channel: Any = door.channel
+        async with grpc_harness(engine, keys=KEYS) as harness:
+            channel: Any = harness.channel
             probe: Any = health_pb2_grpc.HealthStub(channel)
             answer = await probe.Check(health_pb2.HealthCheckRequest())
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
@@ -114,7 +114,7 @@ def test_health_is_open_and_reflection_is_not(engine):
             assert (await error_of(reflect(iter([listing])))).code() is CODES.UNAUTHENTICATED
             parts = [p async for p in reflect(iter([listing]), metadata=bearer("key-of-ann-1"))]
             assert parts[0].list_services_response.service
-            unknown = door.channel.unary_unary("/jaxinfer.v1.Inference/Train")
+            unknown = harness.channel.unary_unary("/jaxinfer.v1.Inference/Train")
             assert (await error_of(unknown(b""))).code() is CODES.UNAUTHENTICATED
 
     run(main())
@@ -122,8 +122,8 @@ def test_health_is_open_and_reflection_is_not(engine):
 
 def test_a_stranger_is_refused_before_its_message_is_read(engine):
     async def main():
-        async with grpc_door(engine, keys=KEYS) as door:
-            call = door.channel.unary_unary("/jaxinfer.v1.Inference/Complete")(b"\xff" * 100_000)
+        async with grpc_harness(engine, keys=KEYS) as harness:
+            call = harness.channel.unary_unary("/jaxinfer.v1.Inference/Complete")(b"\xff" * 100_000)
             assert (await error_of(call)).code() is CODES.UNAUTHENTICATED
 
     run(main())
@@ -149,32 +149,32 @@ def certificates(tmp_path_factory) -> Certificates:
     return Certificates(tmp_path_factory.mktemp("certificates"))
 
 
-async def call_over_tls(door: Door, root: Pair | None, own: Pair | None = None) -> None:
+async def call_over_tls(harness: GrpcHarness, root: Pair | None, own: Pair | None = None) -> None:
     """A call that trusts `root` and shows `own`."""
     credentials = grpc.ssl_channel_credentials(
         root and Path(root.certificate).read_bytes(),
         own and Path(own.key).read_bytes(),
         own and Path(own.certificate).read_bytes(),
     )
-    async with grpc.aio.secure_channel(door.target, credentials) as channel:
+    async with grpc.aio.secure_channel(harness.target, credentials) as channel:
         answer = await InferenceStub(channel).Complete(ask(), timeout=20)
         assert answer.finished.usage.output_tokens == 8
 
 
-async def is_refused(door: Door, root: Pair | None, own: Pair | None = None) -> None:
+async def is_refused(harness: GrpcHarness, root: Pair | None, own: Pair | None = None) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call_over_tls(door, root, own)
+        await call_over_tls(harness, root, own)
     assert caught.value.code() is CODES.UNAVAILABLE
 
 
 def test_tls_serves_those_who_trust_its_certificate(engine, certificates):
     async def main():
-        async with grpc_door(engine, certificates.config()) as door:
-            await call_over_tls(door, certificates.authority)
-            await is_refused(door, certificates.other_authority)
-            error = await error_of(door.stub.Complete(ask()))  # in clear text
+        async with grpc_harness(engine, certificates.config()) as harness:
+            await call_over_tls(harness, certificates.authority)
+            await is_refused(harness, certificates.other_authority)
+            error = await error_of(harness.stub.Complete(ask()))  # in clear text
             assert error.code() is CODES.UNAVAILABLE
-            await call_over_tls(door, certificates.authority)
+            await call_over_tls(harness, certificates.authority)
 
     run(main())
 
@@ -182,22 +182,22 @@ def test_tls_serves_those_who_trust_its_certificate(engine, certificates):
 def test_mutual_tls_serves_those_alone_whose_certificate_it_trusts(engine, certificates):
     async def main():
         own = certificates.config(client_ca=certificates.authority.certificate)
-        async with grpc_door(engine, own) as door:
-            await call_over_tls(door, certificates.authority, certificates.client)
-            await is_refused(door, certificates.authority)
-            await is_refused(door, certificates.authority, certificates.stranger)
-            await is_refused(door, certificates.other_authority, certificates.client)
-            await call_over_tls(door, certificates.authority, certificates.client)
+        async with grpc_harness(engine, own) as harness:
+            await call_over_tls(harness, certificates.authority, certificates.client)
+            await is_refused(harness, certificates.authority)
+            await is_refused(harness, certificates.authority, certificates.stranger)
+            await is_refused(harness, certificates.other_authority, certificates.client)
+            await call_over_tls(harness, certificates.authority, certificates.client)
 
     run(main())
 
 
 def test_tls_and_keys_go_together(engine, certificates):
     async def main():
-        async with grpc_door(engine, certificates.config(), keys=KEYS) as door:
+        async with grpc_harness(engine, certificates.config(), keys=KEYS) as harness:
             root = Path(certificates.authority.certificate).read_bytes()
             credentials = grpc.ssl_channel_credentials(root)
-            async with grpc.aio.secure_channel(door.target, credentials) as channel:
+            async with grpc.aio.secure_channel(harness.target, credentials) as channel:
                 stub = InferenceStub(channel)
                 assert (await error_of(stub.Complete(ask()))).code() is CODES.UNAUTHENTICATED
                 await stub.Complete(ask(), metadata=bearer("key-of-ann-1"))

@@ -1,4 +1,4 @@
-"""Clients of the gRPC door that leave, are late, do not read, or send what is no message."""
+"""Clients of the gRPC server that leave, are late, do not read, or send what is no message."""
 
 from __future__ import annotations
 
@@ -15,7 +15,16 @@ from jaxinfer.serving.observer import Observer
 from jaxinfer.serving.protos.jaxinfer.v1 import inference_pb2 as pb
 from jaxinfer.serving.protos.jaxinfer.v1.inference_pb2_grpc import InferenceStub
 from jaxinfer.serving.stream import Stream
-from tests.support.grpc_door import EOF, Door, Relay, ask, config, error_of, grpc_door, run
+from tests.support.grpc_harness import (
+    EOF,
+    GrpcHarness,
+    Relay,
+    ask,
+    config,
+    error_of,
+    grpc_harness,
+    run,
+)
 from tests.support.tiny_server import Brake, tiny_engine
 
 CODES = grpc.StatusCode
@@ -50,11 +59,11 @@ class Ends:
         return await self._queue.get()
 
 
-async def is_free(door: Door, engine: Engine) -> None:
+async def is_free(harness: GrpcHarness, engine: Engine) -> None:
     """Wait until the engine holds nothing: at most one step after the client has left."""
     while engine.num_requests or engine.pool.num_owned:
         await asyncio.sleep(0.001)
-    assert door.service.loop.num_streams == 0
+    assert harness.service.loop.num_streams == 0
 
 
 @pytest.mark.parametrize("method", ["Generate", "Complete"])
@@ -62,9 +71,9 @@ def test_a_client_that_cancels_gets_its_pages_freed_at_once(engine, brake, metho
     ends = Ends()
 
     async def main():
-        async with grpc_door(engine, observers=(ends.observer,)) as door:
+        async with grpc_harness(engine, observers=(ends.observer,)) as harness:
             brake.seconds = 0.01
-            call = getattr(door.stub, method)(ask(max_tokens=400))
+            call = getattr(harness.stub, method)(ask(max_tokens=400))
             while not engine.pool.num_owned:
                 await asyncio.sleep(0.001)
             brake.hold()
@@ -73,7 +82,7 @@ def test_a_client_that_cancels_gets_its_pages_freed_at_once(engine, brake, metho
             assert stream.error is not None and stream.error.kind is ErrorKind.CANCELLED
             num_steps = engine.num_steps
             brake.release()
-            await is_free(door, engine)
+            await is_free(harness, engine)
             assert engine.num_steps <= num_steps + 1
 
     run(main())
@@ -88,16 +97,16 @@ def test_a_client_that_cancels_before_its_prompt_is_tokenized_never_enters(engin
         await asyncio.Event().wait()
 
     async def main():
-        async with grpc_door(engine, observers=(ends.observer,)) as door:
-            monkeypatch.setattr(door.service, "tokenize", tokenize)
+        async with grpc_harness(engine, observers=(ends.observer,)) as harness:
+            monkeypatch.setattr(harness.service, "tokenize", tokenize)
             num_steps = engine.num_steps
-            call = door.stub.Generate(ask())
+            call = harness.stub.Generate(ask())
             await is_tokenizing.wait()
             call.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await call.read()
             monkeypatch.undo()
-            await door.stub.Complete(ask(max_tokens=1))  # the loop has turned since
+            await harness.stub.Complete(ask(max_tokens=1))  # the loop has turned since
             assert (await ends.next()).usage.output_tokens == 1
             assert engine.num_steps - num_steps <= 3
 
@@ -109,8 +118,8 @@ def test_a_client_whose_connection_breaks_is_cancelled(engine, brake):
 
     async def main():
         async with (
-            grpc_door(engine, observers=(ends.observer,)) as door,
-            Relay(door.port) as relay,
+            grpc_harness(engine, observers=(ends.observer,)) as harness,
+            Relay(harness.port) as relay,
             grpc.aio.insecure_channel(relay.target) as channel,
         ):
             brake.seconds = 0.01
@@ -120,7 +129,7 @@ def test_a_client_whose_connection_breaks_is_cancelled(engine, brake):
             relay.cut()
             stream = await ends.next()
             assert stream.error is not None and stream.error.kind is ErrorKind.CANCELLED
-            await is_free(door, engine)
+            await is_free(harness, engine)
 
     run(main())
 
@@ -129,18 +138,18 @@ def test_the_earlier_of_both_deadlines_ends_a_request(engine, brake):
     ends = Ends()
 
     async def main():
-        async with grpc_door(engine, observers=(ends.observer,)) as door:
+        async with grpc_harness(engine, observers=(ends.observer,)) as harness:
             brake.hold()
             for timeout, timeout_s in ((0.2, None), (None, 0.2), (0.2, 50.0), (50.0, 0.2)):
                 request = ask(max_tokens=400)
                 if timeout_s is not None:
                     request.timeout_s = timeout_s
-                error = await error_of(door.stub.Generate(request, timeout=timeout))
+                error = await error_of(harness.stub.Generate(request, timeout=timeout))
                 assert error.code() is CODES.DEADLINE_EXCEEDED
                 stream = await ends.next()
                 assert stream.deadline - stream.submitted_at < 0.3
             brake.release()
-            await is_free(door, engine)
+            await is_free(harness, engine)
 
     run(main())
 
@@ -149,9 +158,9 @@ def test_a_deadline_that_has_passed_costs_no_step(engine):
     ends = Ends()
 
     async def main():
-        async with grpc_door(engine, observers=(ends.observer,)) as door:
+        async with grpc_harness(engine, observers=(ends.observer,)) as harness:
             num_steps = engine.num_steps
-            for method in (door.stub.Complete, door.stub.Generate):
+            for method in (harness.stub.Complete, harness.stub.Generate):
                 error = await error_of(method(ask(timeout_s=0.0)))
                 assert error.code() is CODES.DEADLINE_EXCEEDED
                 await ends.next()
@@ -164,9 +173,11 @@ def test_a_call_without_a_deadline_gets_the_servers(engine):
     ends = Ends()
 
     async def main():
-        async with grpc_door(engine, config(timeout_s=7.0), observers=(ends.observer,)) as door:
+        async with grpc_harness(
+            engine, config(timeout_s=7.0), observers=(ends.observer,)
+        ) as harness:
             for timeout in (None, 1000.0):
-                await door.stub.Complete(ask(), timeout=timeout)
+                await harness.stub.Complete(ask(), timeout=timeout)
                 stream = await ends.next()
                 assert stream.deadline - stream.submitted_at == pytest.approx(7.0, abs=0.1)
 
@@ -179,15 +190,15 @@ def test_a_client_that_stops_reading_is_cut_and_others_are_not_held_up(engine):
     async def main():
         limits = config(max_unread_tokens=100)
         async with (
-            grpc_door(engine, limits, observers=(ends.observer,)) as door,
-            grpc.aio.insecure_channel(door.target, options=NARROW) as channel,
+            grpc_harness(engine, limits, observers=(ends.observer,)) as harness,
+            grpc.aio.insecure_channel(harness.target, options=NARROW) as channel,
         ):
             call = InferenceStub(channel).Generate(ask(max_tokens=400, params=BULKY))
             assert (await call.read()).HasField("started")
             stream = await ends.next()
             assert stream.error is not None and stream.error.kind is ErrorKind.SLOW_READER
-            await is_free(door, engine)
-            whole = await door.stub.Complete(ask(max_tokens=20))
+            await is_free(harness, engine)
+            whole = await harness.stub.Complete(ask(max_tokens=20))
             assert whole.finished.usage.output_tokens == 20
             # Once it reads again, it learns why.
             with pytest.raises(grpc.aio.AioRpcError, match="max_unread_tokens") as caught:
@@ -201,14 +212,14 @@ def test_a_client_that_stops_reading_is_cut_and_others_are_not_held_up(engine):
 def test_a_client_that_reads_slowly_gets_joined_deltas_and_misses_nothing(engine):
     async def main():
         async with (
-            grpc_door(engine) as door,
-            grpc.aio.insecure_channel(door.target, options=NARROW) as channel,
+            grpc_harness(engine) as harness,
+            grpc.aio.insecure_channel(harness.target, options=NARROW) as channel,
         ):
             request = ask(max_tokens=200, params={"logprobs": 20})
-            [whole] = (await door.stub.Complete(request)).samples
+            [whole] = (await harness.stub.Complete(request)).samples
             call = InferenceStub(channel).Generate(request)
             await call.read()
-            while door.service.loop.num_streams:  # nobody reads while it is made
+            while harness.service.loop.num_streams:  # nobody reads while it is made
                 await asyncio.sleep(0.001)
             parts = []
             while (part := await call.read()) is not EOF:
@@ -225,15 +236,15 @@ def test_a_client_that_takes_nothing_for_too_long_is_given_up(engine, brake):
 
     async def main():
         async with (
-            grpc_door(engine, config(send_timeout_s=0.1), observers=(ends.observer,)) as door,
-            grpc.aio.insecure_channel(door.target, options=NARROW) as channel,
+            grpc_harness(engine, config(send_timeout_s=0.1), observers=(ends.observer,)) as harness,
+            grpc.aio.insecure_channel(harness.target, options=NARROW) as channel,
         ):
             brake.seconds = 0.005  # it is under way for two seconds
             call = InferenceStub(channel).Generate(ask(max_tokens=400, params=BULKY))
             await call.read()
             stream = await ends.next()
             assert stream.error is not None and stream.error.kind is ErrorKind.CANCELLED
-            await is_free(door, engine)
+            await is_free(harness, engine)
             with pytest.raises(grpc.aio.AioRpcError, match="send_timeout_s") as caught:
                 while True:
                     await call.read()
@@ -244,22 +255,22 @@ def test_a_client_that_takes_nothing_for_too_long_is_given_up(engine, brake):
 
 def test_bytes_that_are_no_message_are_refused_and_the_server_goes_on(engine):
     async def main():
-        async with grpc_door(engine) as door:
+        async with grpc_harness(engine) as harness:
             for method in METHODS[:4]:
                 bad_text = b"\x12" if method == "Detokenize" else b"\x0a"
                 for data in (b"\xff", b"\x0a\x05abc", bad_text + b"\x02\xc3\x28"):
-                    error = await error_of(raw(door, method, data))
+                    error = await error_of(raw(harness, method, data))
                     assert error.code() is CODES.INTERNAL
                     assert "are no jaxinfer.v1." in error.details()
-            await door.stub.Complete(ask())
+            await harness.stub.Complete(ask())
 
     run(main())
 
 
 def test_an_unknown_method_is_unimplemented(engine):
     async def main():
-        async with grpc_door(engine) as door:
-            error = await error_of(raw(door, "Train", b""))
+        async with grpc_harness(engine) as harness:
+            error = await error_of(raw(harness, "Train", b""))
             assert error.code() is CODES.UNIMPLEMENTED
 
     run(main())
@@ -267,12 +278,12 @@ def test_an_unknown_method_is_unimplemented(engine):
 
 def test_a_message_beyond_the_limit_is_refused_and_one_within_is_not(engine):
     async def main():
-        async with grpc_door(engine, config(max_body_bytes=10_000)) as door:
+        async with grpc_harness(engine, config(max_body_bytes=10_000)) as harness:
             for method in METHODS[:4]:
-                error = await error_of(raw(door, method, b"\x00" * 10_001))
+                error = await error_of(raw(harness, method, b"\x00" * 10_001))
                 assert error.code() is CODES.RESOURCE_EXHAUSTED
                 assert "10001" in error.details() and "10000" in error.details()
-            await door.stub.Tokenize(pb.TokenizeRequest(text="x" * 9_990))
+            await harness.stub.Tokenize(pb.TokenizeRequest(text="x" * 9_990))
 
     run(main())
 
@@ -303,11 +314,11 @@ def test_random_bytes_never_break_the_server(engine, caplog):
     allowed = {CODES.INVALID_ARGUMENT, CODES.NOT_FOUND, CODES.DEADLINE_EXCEEDED, CODES.INTERNAL}
 
     async def main():
-        async with grpc_door(engine, config(timeout_s=5.0)) as door:
+        async with grpc_harness(engine, config(timeout_s=5.0)) as harness:
 
             async def send(method: str, data: bytes) -> None:
                 try:
-                    async for _ in raw(door, method, data):
+                    async for _ in raw(harness, method, data):
                         pass
                 except grpc.aio.AioRpcError as error:
                     assert error.code() in allowed, error
@@ -322,12 +333,12 @@ def test_random_bytes_never_break_the_server(engine, caplog):
                 asyncio.run_coroutine_threadsafe(send(method, data), loop).result(30)
 
             await asyncio.to_thread(check)
-            assert (await door.stub.Complete(ask())).finished.usage.output_tokens == 8
+            assert (await harness.stub.Complete(ask())).finished.usage.output_tokens == 8
 
     run(main())
     assert "defect" not in caplog.text
 
 
-def raw(door: Door, method: str, data: bytes) -> grpc.aio.UnaryStreamCall:
+def raw(harness: GrpcHarness, method: str, data: bytes) -> grpc.aio.UnaryStreamCall:
     """Call with these bytes as the message; on the wire a unary answer is a stream of one."""
-    return door.channel.unary_stream(f"/jaxinfer.v1.Inference/{method}")(data)
+    return harness.channel.unary_stream(f"/jaxinfer.v1.Inference/{method}")(data)

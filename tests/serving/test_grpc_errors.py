@@ -1,4 +1,4 @@
-"""What the gRPC door refuses, or fails at: the right code, and what its metadata says."""
+"""What the gRPC server refuses, or fails at: the right code, and what its metadata says."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from jaxinfer import Engine
 from jaxinfer.serving.protos.jaxinfer.v1 import inference_pb2 as pb
-from tests.support.grpc_door import EOF, ask, config, error_of, grpc_door, run
+from tests.support.grpc_harness import EOF, ask, config, error_of, grpc_harness, run
 from tests.support.tiny_server import Brake, tiny_engine
 
 CODES = grpc.StatusCode
@@ -53,8 +53,8 @@ def test_a_value_that_cannot_be_honoured_is_an_invalid_argument_with_its_field(
     engine, field, request_, text
 ):
     async def main():
-        async with grpc_door(engine) as door:
-            for method in (door.stub.Complete, door.stub.Generate):
+        async with grpc_harness(engine) as harness:
+            for method in (harness.stub.Complete, harness.stub.Generate):
                 error = await error_of(method(request_))
                 assert error.code() is CODES.INVALID_ARGUMENT and text in error.details()
                 said = dict(error.trailing_metadata())
@@ -72,8 +72,8 @@ def test_wrong_arguments_of_the_other_methods_name_their_field(engine):
     chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="a")])
 
     async def main():
-        async with grpc_door(engine) as door:
-            stub = door.stub
+        async with grpc_harness(engine) as harness:
+            stub = harness.stub
             wrong = [
                 ("prompt", stub.Tokenize(pb.TokenizeRequest())),
                 (
@@ -93,8 +93,8 @@ def test_wrong_arguments_of_the_other_methods_name_their_field(engine):
 
 def test_another_model_is_not_found_and_the_right_name_is(engine):
     async def main():
-        async with grpc_door(engine) as door:
-            stub = door.stub
+        async with grpc_harness(engine) as harness:
+            stub = harness.stub
             await stub.Complete(ask(model="tiny"))
             for call in (
                 stub.Complete(ask(model="huge")),
@@ -110,9 +110,9 @@ def test_another_model_is_not_found_and_the_right_name_is(engine):
 
 def test_an_error_fits_into_the_headers_however_long_the_input(engine):
     async def main():
-        async with grpc_door(engine) as door:
+        async with grpc_harness(engine) as harness:
             for name in ("x" * 100_000, "字" * 100_000, "\x00🙂" * 10_000):
-                error = await error_of(door.stub.Complete(ask(model=name)))
+                error = await error_of(harness.stub.Complete(ask(model=name)))
                 assert error.code() is CODES.NOT_FOUND and error.details().endswith("...")
 
     run(main())
@@ -120,30 +120,30 @@ def test_an_error_fits_into_the_headers_however_long_the_input(engine):
 
 def test_a_request_id_in_use_already_exists(engine, brake):
     async def main():
-        async with grpc_door(engine) as door:
+        async with grpc_harness(engine) as harness:
             brake.hold()
-            call = door.stub.Generate(ask(request_id="one"))
+            call = harness.stub.Generate(ask(request_id="one"))
             assert (await call.read()).started.request_id == "one"
-            error = await error_of(door.stub.Complete(ask(request_id="one")))
+            error = await error_of(harness.stub.Complete(ask(request_id="one")))
             assert error.code() is CODES.ALREADY_EXISTS
             brake.release()
             while await call.read() is not EOF:
                 pass
-            await door.stub.Complete(ask(request_id="one"))
+            await harness.stub.Complete(ask(request_id="one"))
 
     run(main())
 
 
 def test_a_full_queue_is_refused_before_the_prompt_is_tokenized(engine, brake, monkeypatch):
     async def main():
-        async with grpc_door(engine, config(max_waiting=2)) as door:
+        async with grpc_harness(engine, config(max_waiting=2)) as harness:
             brake.hold()
-            calls = [door.stub.Generate(ask()) for _ in range(4 + 2)]
+            calls = [harness.stub.Generate(ask()) for _ in range(4 + 2)]
             for call in calls:
                 assert (await call.read()).HasField("started")
             with monkeypatch.context() as patch:
-                patch.setattr(door.service, "tokenize", None)
-                for method in (door.stub.Complete, door.stub.Generate):
+                patch.setattr(harness.service, "tokenize", None)
+                for method in (harness.stub.Complete, harness.stub.Generate):
                     error = await error_of(method(ask()))
                     assert error.code() is CODES.RESOURCE_EXHAUSTED
                     said = dict(error.trailing_metadata())
@@ -151,22 +151,22 @@ def test_a_full_queue_is_refused_before_the_prompt_is_tokenized(engine, brake, m
                     status = status_pb2.Status.FromString(said["grpc-status-details-bin"])
                     detail = error_details_pb2.RetryInfo()
                     assert status.details[0].Unpack(detail) and detail.retry_delay.seconds == 1
-            counted = b'jaxinfer_requests_refused_total{door="grpc",kind="overloaded"} 2.0'
-            assert counted in door.metrics.render()[0]
+            counted = b'jaxinfer_requests_refused_total{kind="overloaded",protocol="grpc"} 2.0'
+            assert counted in harness.metrics.render()[0]
             brake.release()
             for call in calls:
                 while await call.read() is not EOF:
                     pass
                 assert await call.code() is CODES.OK
-            await door.stub.Complete(ask())
+            await harness.stub.Complete(ask())
 
     run(main())
 
 
 def test_many_clients_at_once_are_served_or_refused_and_none_is_lost(engine):
     async def main():
-        async with grpc_door(engine, config(max_waiting=8)) as door:
-            calls = (door.stub.Complete(ask(max_tokens=4)) for _ in range(200))
+        async with grpc_harness(engine, config(max_waiting=8)) as harness:
+            calls = (harness.stub.Complete(ask(max_tokens=4)) for _ in range(200))
             answers = await asyncio.gather(*calls, return_exceptions=True)
             served = [a for a in answers if isinstance(a, pb.CompleteResponse)]
             refused = [a for a in answers if isinstance(a, grpc.aio.AioRpcError)]
@@ -179,13 +179,13 @@ def test_many_clients_at_once_are_served_or_refused_and_none_is_lost(engine):
 
 def test_a_draining_server_is_unavailable_and_finishes_what_it_has(engine, brake):
     async def main():
-        async with grpc_door(engine) as door:
+        async with grpc_harness(engine) as harness:
             brake.hold()
-            call = door.stub.Generate(ask(max_tokens=8))
+            call = harness.stub.Generate(ask(max_tokens=8))
             await call.read()
-            draining = asyncio.create_task(door.service.loop.drain(30))
+            draining = asyncio.create_task(harness.service.loop.drain(30))
             await asyncio.sleep(0)
-            error = await error_of(door.stub.Complete(ask()))
+            error = await error_of(harness.stub.Complete(ask()))
             assert error.code() is CODES.UNAVAILABLE
             assert dict(error.trailing_metadata())["retry-after"] == "5"
             brake.release()
@@ -201,9 +201,9 @@ def test_a_defect_is_internal_and_its_text_stays_in_the_log(engine, monkeypatch,
         raise RuntimeError("a secret of the server")
 
     async def main():
-        async with grpc_door(engine) as door:
-            monkeypatch.setattr(door.service, "params", fail)
-            for method in (door.stub.Complete, door.stub.Generate):
+        async with grpc_harness(engine) as harness:
+            monkeypatch.setattr(harness.service, "params", fail)
+            for method in (harness.stub.Complete, harness.stub.Generate):
                 error = await error_of(method(ask()))
                 assert error.code() is CODES.INTERNAL and "secret" not in error.details()
 
@@ -219,11 +219,11 @@ def test_a_dead_engine_ends_what_is_under_way_and_refuses_what_comes(monkeypatch
         raise RuntimeError("out of memory")
 
     async def main():
-        async with grpc_door(engine) as door:
+        async with grpc_harness(engine) as harness:
             monkeypatch.setattr(engine, "step", fail)
-            error = await error_of(door.stub.Generate(ask()))
+            error = await error_of(harness.stub.Generate(ask()))
             assert error.code() is CODES.INTERNAL and "has stopped" in error.details()
-            error = await error_of(door.stub.Complete(ask()))
+            error = await error_of(harness.stub.Complete(ask()))
             assert error.code() is CODES.INTERNAL and "has stopped" in error.details()
 
     run(main())

@@ -82,12 +82,12 @@ def test_every_sampling_parameter_is_in_the_proto_and_can_be_left_unset():
 
 
 def test_every_field_of_a_request_is_in_the_proto_and_in_the_clients_options():
-    of_the_server = {"prompt", "door", "operation"}
+    of_the_server = {"prompt", "protocol", "operation"}
     ours = {field.name for field in dataclasses.fields(GenerationRequest)} - of_the_server
     assert ours < set(pb.GenerateRequest.DESCRIPTOR.fields_by_name)
     assert set(Options.__annotations__) == FIELDS | (ours - {"params"}) | {"model"}
 
-    ours = {field.name for field in dataclasses.fields(EmbeddingRequest)} - {"inputs", "door"}
+    ours = {field.name for field in dataclasses.fields(EmbeddingRequest)} - {"inputs", "protocol"}
     in_proto = set(pb.EmbedRequest.DESCRIPTOR.fields_by_name)
     assert in_proto == ours | {"input", "model"} == {"input", *EmbedOptions.__annotations__}
 

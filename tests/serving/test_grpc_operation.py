@@ -1,4 +1,4 @@
-"""How the gRPC door starts, tells its state, lists what it has, and ends."""
+"""How the gRPC server starts, tells its state, lists what it has, and ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jaxinfer.serving.grpc_server import SERVICE, build_grpc_server
 from jaxinfer.serving.health import Health, State
 from jaxinfer.serving.metrics import Metrics
 from jaxinfer.serving.protos.jaxinfer.v1.inference_pb2_grpc import InferenceStub
-from tests.support.grpc_door import EOF, Relay, ask, grpc_door, run, serving_health
+from tests.support.grpc_harness import EOF, Relay, ask, grpc_harness, run, serving_health
 from tests.support.tiny_server import Brake, tiny_engine, tiny_service
 
 STATUS = health_pb2.HealthCheckResponse
@@ -43,8 +43,8 @@ def brake(engine):
 def test_health_follows_the_server_for_each_service(engine):
     async def main():
         health = Health()
-        async with grpc_door(engine, health=health) as door:
-            probe: Any = health_pb2_grpc.HealthStub(door.channel)
+        async with grpc_harness(engine, health=health) as harness:
+            probe: Any = health_pb2_grpc.HealthStub(harness.channel)
 
             async def statuses() -> set[int]:
                 await asyncio.sleep(0)
@@ -69,8 +69,8 @@ def test_health_follows_the_server_for_each_service(engine):
 def test_a_watcher_of_health_is_told_and_does_not_hold_up_the_end(engine):
     async def main():
         health = Health()
-        async with grpc_door(engine, health=health) as door:
-            probe: Any = health_pb2_grpc.HealthStub(door.channel)
+        async with grpc_harness(engine, health=health) as harness:
+            probe: Any = health_pb2_grpc.HealthStub(harness.channel)
             watch = probe.Watch(health_pb2.HealthCheckRequest(service=SERVICE))
             assert (await watch.read()).status == STATUS.NOT_SERVING
             health.set(State.SERVING)
@@ -78,7 +78,7 @@ def test_a_watcher_of_health_is_told_and_does_not_hold_up_the_end(engine):
             health.set(State.DRAINING)
             assert (await watch.read()).status == STATUS.NOT_SERVING
             async with asyncio.timeout(20):
-                await door.server.stop(1000.0)
+                await harness.server.stop(1000.0)
             assert await watch.read() is EOF
 
     run(main())
@@ -93,8 +93,8 @@ def test_a_stock_tool_lists_the_services_and_learns_their_messages(engine):
             return services, {method.name for method in found.methods}
 
     async def main():
-        async with grpc_door(engine) as door:
-            services, methods = await asyncio.to_thread(learn, door.target)
+        async with grpc_harness(engine) as harness:
+            services, methods = await asyncio.to_thread(learn, harness.target)
             assert services == {
                 "jaxinfer.v1.Inference",
                 "grpc.health.v1.Health",
@@ -108,11 +108,11 @@ def test_a_stock_tool_lists_the_services_and_learns_their_messages(engine):
 
 def test_a_stream_under_way_has_the_grace_to_end(engine, brake):
     async def main():
-        async with grpc_door(engine) as door:
+        async with grpc_harness(engine) as harness:
             brake.hold()
-            call = door.stub.Generate(ask(max_tokens=8))
+            call = harness.stub.Generate(ask(max_tokens=8))
             await call.read()
-            stopping = asyncio.create_task(door.server.stop(1000.0))
+            stopping = asyncio.create_task(harness.server.stop(1000.0))
             await asyncio.sleep(0.01)
             brake.release()
             while (part := await call.read()) is not EOF:
@@ -126,14 +126,14 @@ def test_a_stream_under_way_has_the_grace_to_end(engine, brake):
 
 def test_a_stream_that_outlasts_the_grace_is_cancelled_and_its_pages_freed(engine, brake):
     async def main():
-        async with grpc_door(engine) as door:
+        async with grpc_harness(engine) as harness:
             brake.hold()
-            calls = [door.stub.Generate(ask(max_tokens=400)), door.stub.Complete(ask())]
+            calls = [harness.stub.Generate(ask(max_tokens=400)), harness.stub.Complete(ask())]
             await calls[0].read()
-            while door.service.loop.num_streams < 2:
+            while harness.service.loop.num_streams < 2:
                 await asyncio.sleep(0.001)
-            await door.server.stop(0.05)
-            assert door.service.loop.num_streams == 0
+            await harness.server.stop(0.05)
+            assert harness.service.loop.num_streams == 0
             for call in calls:
                 assert await call.code() is not grpc.StatusCode.OK
 
@@ -144,8 +144,8 @@ def test_a_client_whose_machine_is_gone_is_noticed_by_the_pings(engine, brake):
     async def main():
         config = ServingConfig(grpc_port=0, keepalive_s=1.0)
         async with (
-            grpc_door(engine, config) as door,
-            Relay(door.port) as relay,
+            grpc_harness(engine, config) as harness,
+            Relay(harness.port) as relay,
             grpc.aio.insecure_channel(relay.target) as channel,
         ):
             brake.seconds = 0.1  # it would take 40 seconds
@@ -153,7 +153,7 @@ def test_a_client_whose_machine_is_gone_is_noticed_by_the_pings(engine, brake):
             await call.read()
             relay.freeze()
             async with asyncio.timeout(20):
-                while door.service.loop.num_streams:
+                while harness.service.loop.num_streams:
                     await asyncio.sleep(0.01)
             brake.seconds = 0.0
             call.cancel()
@@ -163,10 +163,10 @@ def test_a_client_whose_machine_is_gone_is_noticed_by_the_pings(engine, brake):
 
 def test_a_port_that_is_taken_is_refused_with_the_way_out(engine):
     async def main():
-        async with grpc_door(engine) as door:
-            config = ServingConfig(grpc_port=door.port)
-            second = build_grpc_server(door.service, config, None, serving_health(), Metrics())
-            with pytest.raises(ConfigError, match=f"{door.port}.*serving.grpc_port"):
+        async with grpc_harness(engine) as harness:
+            config = ServingConfig(grpc_port=harness.port)
+            second = build_grpc_server(harness.service, config, None, serving_health(), Metrics())
+            with pytest.raises(ConfigError, match=f"{harness.port}.*serving.grpc_port"):
                 await second.start()
             await second.stop(0.0)
 

@@ -8,7 +8,7 @@ import pytest
 
 from jaxinfer import Engine
 from jaxinfer.loading.checkpoint import GenerationDefaults
-from tests.support.http_door import GREEDY, http_door, joined, run
+from tests.support.http_harness import GREEDY, http_harness, joined, run
 from tests.support.tiny_server import tiny_engine
 
 PROMPT = "the end of the"
@@ -25,28 +25,28 @@ def texts_of(body) -> list[str]:
 
 def test_a_prompt_may_be_text_or_token_ids_one_or_several(engine):
     async def main():
-        async with http_door(engine) as door:
-            ids = (await door.ask("/tokenize", prompt=PROMPT)).json()["tokens"]
-            (whole,) = texts_of(await door.complete(PROMPT))
-            assert texts_of(await door.complete(ids)) == [whole]
-            (other,) = texts_of(await door.complete("another"))
-            assert texts_of(await door.complete([PROMPT, "another"])) == [whole, other]
-            assert texts_of(await door.complete([ids, ids])) == [whole, whole]
+        async with http_harness(engine) as harness:
+            ids = (await harness.ask("/tokenize", prompt=PROMPT)).json()["tokens"]
+            (whole,) = texts_of(await harness.complete(PROMPT))
+            assert texts_of(await harness.complete(ids)) == [whole]
+            (other,) = texts_of(await harness.complete("another"))
+            assert texts_of(await harness.complete([PROMPT, "another"])) == [whole, other]
+            assert texts_of(await harness.complete([ids, ids])) == [whole, whole]
 
     run(main())
 
 
 def test_choices_of_several_prompts_are_numbered_prompt_by_prompt(engine):
     async def main():
-        async with http_door(engine) as door:
+        async with http_harness(engine) as harness:
             ask: Any = {"temperature": 1, "seed": 3, "n": 2, "max_tokens": 6}
-            alone = [texts_of(await door.complete(prompt, **ask)) for prompt in ("a", "b", "c")]
-            both = await door.complete(["a", "b", "c"], **ask)
+            alone = [texts_of(await harness.complete(prompt, **ask)) for prompt in ("a", "b", "c")]
+            both = await harness.complete(["a", "b", "c"], **ask)
             assert [choice["index"] for choice in both["choices"]] == list(range(6))
             assert texts_of(both) == [text for texts in alone for text in texts]
             assert both["usage"]["prompt_tokens"] == 3
             assert both["usage"]["completion_tokens"] == 36
-            events = await door.stream(prompt=["a", "b", "c"], **ask)
+            events = await harness.stream(prompt=["a", "b", "c"], **ask)
             assert joined(events) == dict(enumerate(texts_of(both)))
 
     run(main())
@@ -54,13 +54,13 @@ def test_choices_of_several_prompts_are_numbered_prompt_by_prompt(engine):
 
 def test_max_tokens_is_16_unless_told_and_chat_goes_up_to_the_context(engine):
     async def main():
-        async with http_door(engine) as door:
-            assert (await door.complete(PROMPT))["usage"]["completion_tokens"] == 16
+        async with http_harness(engine) as harness:
+            assert (await harness.complete(PROMPT))["usage"]["completion_tokens"] == 16
             ask = {"messages": [{"role": "user", "content": "x"}], **GREEDY}
-            chat = (await door.ask("/v1/chat/completions", **ask)).json()
-            assert chat["usage"]["total_tokens"] == door.service.model.max_len
+            chat = (await harness.ask("/v1/chat/completions", **ask)).json()
+            assert chat["usage"]["total_tokens"] == harness.service.model.max_len
             for name in ("max_tokens", "max_completion_tokens"):
-                chat = (await door.ask("/v1/chat/completions", **ask, **{name: 5})).json()
+                chat = (await harness.ask("/v1/chat/completions", **ask, **{name: 5})).json()
                 assert chat["usage"]["completion_tokens"] == 5
 
     run(main())
@@ -69,11 +69,11 @@ def test_max_tokens_is_16_unless_told_and_chat_goes_up_to_the_context(engine):
 def test_the_checkpoints_own_defaults_hold_where_a_request_is_silent(engine):
     async def main():
         greedy = GenerationDefaults(do_sample=False)
-        async with http_door(engine, generation=greedy) as door:
-            (whole,) = texts_of(await door.complete(PROMPT))
-            silent = await door.ask(prompt=PROMPT, ignore_eos=True)
+        async with http_harness(engine, generation=greedy) as harness:
+            (whole,) = texts_of(await harness.complete(PROMPT))
+            silent = await harness.ask(prompt=PROMPT, ignore_eos=True)
             assert texts_of(silent.json()) == [whole]
-            told = await door.ask(prompt=PROMPT, ignore_eos=True, temperature=5, seed=1)
+            told = await harness.ask(prompt=PROMPT, ignore_eos=True, temperature=5, seed=1)
             assert texts_of(told.json()) != [whole]
 
     run(main())
@@ -81,11 +81,14 @@ def test_the_checkpoints_own_defaults_hold_where_a_request_is_silent(engine):
 
 def test_echo_puts_the_prompt_before_the_text(engine):
     async def main():
-        async with http_door(engine) as door:
-            (text,) = texts_of(await door.complete(PROMPT))
-            for prompt in (PROMPT, (await door.ask("/tokenize", prompt=PROMPT)).json()["tokens"]):
-                assert texts_of(await door.complete(prompt, echo=True)) == [PROMPT + text]
-            events = await door.stream(prompt=PROMPT, echo=True)
+        async with http_harness(engine) as harness:
+            (text,) = texts_of(await harness.complete(PROMPT))
+            for prompt in (
+                PROMPT,
+                (await harness.ask("/tokenize", prompt=PROMPT)).json()["tokens"],
+            ):
+                assert texts_of(await harness.complete(prompt, echo=True)) == [PROMPT + text]
+            events = await harness.stream(prompt=PROMPT, echo=True)
             assert joined(events) == {0: PROMPT + text}
 
     run(main())
@@ -93,10 +96,10 @@ def test_echo_puts_the_prompt_before_the_text(engine):
 
 def test_echo_with_logprobs_scores_the_prompt(engine):
     async def main():
-        async with http_door(engine) as door:
-            ids = (await door.ask("/tokenize", prompt=PROMPT)).json()["tokens"]
+        async with http_harness(engine) as harness:
+            ids = (await harness.ask("/tokenize", prompt=PROMPT)).json()["tokens"]
             ask = {"echo": True, "logprobs": 2, "max_tokens": 0}
-            (choice,) = (await door.complete(PROMPT, **ask))["choices"]
+            (choice,) = (await harness.complete(PROMPT, **ask))["choices"]
             logprobs = choice["logprobs"]
             assert choice["text"] == PROMPT == "".join(logprobs["tokens"])
             assert len(logprobs["tokens"]) == len(ids)
@@ -107,7 +110,7 @@ def test_echo_with_logprobs_scores_the_prompt(engine):
             # The same tokens, when the model is led to them one by one.
             for position in range(1, len(ids)):
                 led = {"allowed_token_ids": [ids[position]], "max_tokens": 1, "logprobs": 0}
-                (step,) = (await door.complete(ids[:position], **led))["choices"]
+                (step,) = (await harness.complete(ids[:position], **led))["choices"]
                 assert step["logprobs"]["tokens"] == [logprobs["tokens"][position]]
 
     run(main())
@@ -115,10 +118,10 @@ def test_echo_with_logprobs_scores_the_prompt(engine):
 
 def test_logprobs_are_the_same_streamed_and_whole(engine):
     async def main():
-        async with http_door(engine) as door:
+        async with http_harness(engine) as harness:
             ask = {"logprobs": 3, "echo": True, "prompt_logprobs": 1, "max_tokens": 12}
-            (whole,) = (await door.complete(PROMPT, **ask))["choices"]
-            choices = [e["choices"][0] for e in await door.stream(prompt=PROMPT, **ask)]
+            (whole,) = (await harness.complete(PROMPT, **ask))["choices"]
+            choices = [e["choices"][0] for e in await harness.stream(prompt=PROMPT, **ask)]
             for name, values in whole["logprobs"].items():
                 assert [value for c in choices for value in c["logprobs"][name]] == values
             assert all(len(top) in (3, 4) for top in whole["logprobs"]["top_logprobs"][1:])
@@ -134,15 +137,15 @@ def test_logprobs_are_the_same_streamed_and_whole(engine):
 @pytest.mark.parametrize("seed", range(4))
 def test_streamed_text_joins_to_the_whole_whatever_bytes_come(engine, seed):
     async def main():
-        async with http_door(engine) as door:
-            ids = (await door.ask("/tokenize", prompt="é𝄞")).json()["tokens"]
+        async with http_harness(engine) as harness:
+            ids = (await harness.ask("/tokenize", prompt="é𝄞")).json()["tokens"]
             assert len(ids) == 6  # a byte each: most of what comes of them is no text, but some is
             ask = {"temperature": 1, "seed": seed, "max_tokens": 100, "n": 2}
             ask["logit_bias"] = {str(token): 8.0 for token in ids}
-            whole = texts_of(await door.complete(PROMPT, **ask))
+            whole = texts_of(await harness.complete(PROMPT, **ask))
             assert "\ufffd" in "".join(whole)
             assert any(ord(char) > 127 and char != "\ufffd" for char in "".join(whole))
-            assert joined(await door.stream(prompt=PROMPT, **ask)) == dict(enumerate(whole))
+            assert joined(await harness.stream(prompt=PROMPT, **ask)) == dict(enumerate(whole))
 
     run(main())
 
@@ -150,16 +153,16 @@ def test_streamed_text_joins_to_the_whole_whatever_bytes_come(engine, seed):
 @pytest.mark.parametrize("is_kept", [False, True])
 def test_stop_strings_end_the_text_alike_streamed_and_whole(engine, is_kept):
     async def main():
-        async with http_door(engine) as door:
-            (text,) = texts_of(await door.complete(PROMPT, max_tokens=60))
+        async with http_harness(engine) as harness:
+            (text,) = texts_of(await harness.complete(PROMPT, max_tokens=60))
             for start, length in ((5, 1), (11, 3), (20, 9)):
                 stop = text[start : start + length]
                 ask = {"stop": ["never said", stop], "max_tokens": 60}
                 ask["include_stop_str_in_output"] = is_kept
-                (choice,) = (await door.complete(PROMPT, **ask))["choices"]
+                (choice,) = (await harness.complete(PROMPT, **ask))["choices"]
                 end = text.index(stop) + (len(stop) if is_kept else 0)
                 assert (choice["text"], choice["finish_reason"]) == (text[:end], "stop")
-                events = await door.stream(prompt=PROMPT, **ask)
+                events = await harness.stream(prompt=PROMPT, **ask)
                 assert joined(events) == {0: text[:end]}
                 assert events[-1]["choices"][0]["finish_reason"] == "stop"
 
@@ -168,10 +171,10 @@ def test_stop_strings_end_the_text_alike_streamed_and_whole(engine, is_kept):
 
 def test_the_engines_own_fields_are_honoured(engine):
     async def main():
-        async with http_door(engine) as door:
+        async with http_harness(engine) as harness:
 
             async def one(**fields):
-                return (await door.complete(PROMPT, **fields))["choices"][0]
+                return (await harness.complete(PROMPT, **fields))["choices"][0]
 
             text = (await one())["text"]
             hot = {"temperature": 5, "seed": 1}
@@ -179,7 +182,7 @@ def test_the_engines_own_fields_are_honoured(engine):
             assert (await one(**hot, min_p=1.0))["text"] == text
             assert (await one(**hot, top_p=1e-6))["text"] == text
             assert (await one(**hot))["text"] != text
-            (letter,) = (await door.ask("/tokenize", prompt="Q")).json()["tokens"]
+            (letter,) = (await harness.ask("/tokenize", prompt="Q")).json()["tokens"]
             assert (await one(allowed_token_ids=[letter]))["text"] == "Q" * 16
             assert (await one(logit_bias={str(letter): 100}))["text"] == "Q" * 16
             q = {"logit_bias": {str(letter): 50}}
@@ -187,7 +190,7 @@ def test_the_engines_own_fields_are_honoured(engine):
             assert (await one(**q, frequency_penalty=2, max_tokens=40))["text"] != "Q" * 40
             stopped = await one(**q, stop_token_ids=[letter])
             assert stopped["finish_reason"] == "stop"
-            late = await door.complete(PROMPT, **q, stop_token_ids=[letter], min_tokens=4)
+            late = await harness.complete(PROMPT, **q, stop_token_ids=[letter], min_tokens=4)
             assert late["usage"]["completion_tokens"] > 4
 
     run(main())
@@ -195,10 +198,12 @@ def test_the_engines_own_fields_are_honoured(engine):
 
 def test_a_salt_keeps_the_prefix_cache_apart_and_usage_tells(engine):
     async def main():
-        async with http_door(engine) as door:
+        async with http_harness(engine) as harness:
 
             async def cached(salt: str) -> int:
-                body = await door.complete("a long prompt, of several pages " * 3, cache_salt=salt)
+                body = await harness.complete(
+                    "a long prompt, of several pages " * 3, cache_salt=salt
+                )
                 return body["usage"]["prompt_tokens_details"]["cached_tokens"]
 
             assert await cached("one") == 0
@@ -210,10 +215,10 @@ def test_a_salt_keeps_the_prefix_cache_apart_and_usage_tells(engine):
 
 def test_chat_content_may_come_in_parts_and_developers_are_systems(engine):
     async def main():
-        async with http_door(engine) as door:
+        async with http_harness(engine) as harness:
 
             async def tokens(*messages):
-                reply = await door.ask("/tokenize", messages=list(messages))
+                reply = await harness.ask("/tokenize", messages=list(messages))
                 return reply.raise_for_status().json()["tokens"]
 
             plain = await tokens({"role": "system", "content": "one two"})
@@ -226,11 +231,11 @@ def test_chat_content_may_come_in_parts_and_developers_are_systems(engine):
 
 def test_tokens_go_there_and_back(engine):
     async def main():
-        async with http_door(engine) as door:
+        async with http_harness(engine) as harness:
             text = "naïve 𝄞 the\n"
-            body = (await door.ask("/tokenize", prompt=text)).json()
+            body = (await harness.ask("/tokenize", prompt=text)).json()
             assert body["count"] == len(body["tokens"]) > 5
-            reply = await door.ask("/detokenize", tokens=body["tokens"])
+            reply = await harness.ask("/detokenize", tokens=body["tokens"])
             assert reply.json() == {"prompt": text}
 
     run(main())
@@ -238,12 +243,12 @@ def test_tokens_go_there_and_back(engine):
 
 def test_an_id_is_the_requests_name_everywhere(engine):
     async def main():
-        async with http_door(engine) as door:
-            body = await door.complete(PROMPT, request_id="mine")
+        async with http_harness(engine) as harness:
+            body = await harness.complete(PROMPT, request_id="mine")
             assert body["id"] == "cmpl-mine"
             headers = {"X-Request-Id": "from-a-proxy"}
             ask = {**GREEDY, "prompt": PROMPT}
-            reply = await door.client.post("/v1/completions", json=ask, headers=headers)
+            reply = await harness.client.post("/v1/completions", json=ask, headers=headers)
             assert reply.headers["x-request-id"] == "from-a-proxy"
             assert reply.json()["id"].startswith("cmpl-from-a-proxy.")
 
@@ -252,24 +257,24 @@ def test_an_id_is_the_requests_name_everywhere(engine):
 
 def test_the_page_comes_with_a_policy_that_lets_only_itself_run(engine):
     async def main():
-        async with http_door(engine) as door:
-            page = await door.client.get("/")
+        async with http_harness(engine) as harness:
+            page = await harness.client.get("/")
             policy = page.headers["content-security-policy"]
             assert page.status_code == 200 and "script-src 'sha256-" in policy
             assert "unsafe" not in policy and "default-src 'none'" in policy
-        async with http_door(engine, page=False) as door:
-            assert (await door.client.get("/")).status_code == 404
+        async with http_harness(engine, page=False) as harness:
+            assert (await harness.client.get("/")).status_code == 404
 
     run(main())
 
 
 def test_stats_are_the_engines_and_a_rate(engine):
     async def main():
-        async with http_door(engine) as door:
-            before = (await door.client.get("/v1/stats")).json()
+        async with http_harness(engine) as harness:
+            before = (await harness.client.get("/v1/stats")).json()
             assert set(before) == {*engine.stats._fields, "tokens_per_second"}
-            await door.complete(PROMPT, max_tokens=20)
-            after = (await door.client.get("/v1/stats")).json()
+            await harness.complete(PROMPT, max_tokens=20)
+            after = (await harness.client.get("/v1/stats")).json()
             assert after["num_generated"] == before["num_generated"] + 20
             assert after["tokens_per_second"] > 0
 

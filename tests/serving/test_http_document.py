@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from jaxinfer.serving.auth import ApiKeys
-from tests.support.http_door import http_door, run
+from tests.support.http_harness import http_harness, run
 from tests.support.paths import ROOT
 from tests.support.tiny_server import tiny_engine
 
@@ -49,14 +49,14 @@ def test_the_server_does_what_its_document_says(tmp_path):
 
     async def main():
         engine = tiny_engine({"max_model_len": 256})[0]
-        async with http_door(engine, keys=ApiKeys([("schema", KEY)])) as door:
-            door.client.headers["Authorization"] = f"Bearer {KEY}"
-            await door.complete("compiled before anybody counts the seconds", max_tokens=3)
-            done = await asyncio.to_thread(schemathesis, door.url)
+        async with http_harness(engine, keys=ApiKeys([("schema", KEY)])) as harness:
+            harness.client.headers["Authorization"] = f"Bearer {KEY}"
+            await harness.complete("compiled before anybody counts the seconds", max_tokens=3)
+            done = await asyncio.to_thread(schemathesis, harness.url)
             assert done.returncode == 0, done.stdout + done.stderr
             assert "Operations:       10 selected / 10 total" in done.stdout
             assert "Tested: 10" in done.stdout
-            await door.idle()
+            await harness.idle()
 
     run(main(), timeout_s=180)
 
@@ -64,14 +64,14 @@ def test_the_server_does_what_its_document_says(tmp_path):
 def test_the_document_asks_for_keys_where_there_are_keys():
     async def main():
         engine = tiny_engine()[0]
-        async with http_door(engine) as door:
-            document = (await door.client.get("/openapi.json")).json()
+        async with http_harness(engine) as harness:
+            document = (await harness.client.get("/openapi.json")).json()
             assert "securitySchemes" not in document["components"]
             assert "422" not in str(
                 document["paths"]["/v1/completions"]["post"]["responses"].keys()
             )
-        async with http_door(engine, keys=ApiKeys([("schema", KEY)])) as door:
-            document = (await door.client.get("/openapi.json")).json()
+        async with http_harness(engine, keys=ApiKeys([("schema", KEY)])) as harness:
+            document = (await harness.client.get("/openapi.json")).json()
             guarded = {
                 path
                 for path, operations in document["paths"].items()

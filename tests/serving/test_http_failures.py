@@ -9,8 +9,8 @@ import pytest
 
 from jaxinfer import Engine
 from jaxinfer.serving.errors import ErrorKind, ServiceError
-from jaxinfer.serving.http.completions import CompletionWriter
-from tests.support.http_door import GREEDY, error_of, events_of, http_door, run
+from jaxinfer.serving.http.completions import CompletionSerializer
+from tests.support.http_harness import GREEDY, error_of, events_of, http_harness, run
 from tests.support.tiny_server import Brake, tiny_engine
 
 
@@ -23,19 +23,19 @@ def test_a_name_in_use_is_a_conflict_and_refusals_are_counted(engine):
     async def main():
         brake = Brake(engine)
         try:
-            async with http_door(engine) as door:
+            async with http_harness(engine) as harness:
                 brake.hold()
-                first = asyncio.create_task(door.complete("x", request_id="mine"))
-                while not door.service.loop.num_streams:
+                first = asyncio.create_task(harness.complete("x", request_id="mine"))
+                while not harness.service.loop.num_streams:
                     await asyncio.sleep(0.005)
-                reply = await door.ask(prompt="x", request_id="mine")
+                reply = await harness.ask(prompt="x", request_id="mine")
                 assert error_of(reply, 409)["param"] == "request_id"
                 assert reply.headers["x-should-retry"] == "false"
                 brake.release()
                 await first
-                text = (await door.client.get("/metrics")).text
+                text = (await harness.client.get("/metrics")).text
                 line = next(line for line in text.splitlines() if 'kind="in_use"' in line)
-                assert 'door="http"' in line and line.endswith(" 1.0")
+                assert 'protocol="http"' in line and line.endswith(" 1.0")
         finally:
             brake.release()
             del engine.step
@@ -47,13 +47,13 @@ def test_an_error_in_mid_stream_is_its_last_event(engine):
     async def main():
         Brake(engine, 0.01)
         try:
-            async with http_door(engine) as door:
+            async with http_harness(engine) as harness:
                 ask = {**GREEDY, "prompt": "x", "max_tokens": 400, "stream": True}
-                async with door.client.stream("POST", "/v1/completions", json=ask) as reply:
+                async with harness.client.stream("POST", "/v1/completions", json=ask) as reply:
                     lines = reply.aiter_text()
                     text = await anext(lines)
-                    (stream,) = door.service.loop._streams.values()
-                    door.service.loop.end(stream, ServiceError(ErrorKind.INTERNAL, "a test"))
+                    (stream,) = harness.service.loop._streams.values()
+                    harness.service.loop.end(stream, ServiceError(ErrorKind.INTERNAL, "a test"))
                     text += "".join([part async for part in lines])
                 last = json.loads(events_of(text)[-1])
                 assert last["error"]["message"] == "a test"
@@ -68,15 +68,15 @@ def test_a_defect_of_the_server_is_logged_and_shows_nothing_of_itself(engine, ca
         raise RuntimeError("secret internals")
 
     async def main():
-        async with http_door(engine) as door:
+        async with http_harness(engine) as harness:
             with monkeypatch.context() as patch:
-                patch.setattr(door.service, "params", broken)
-                error = error_of(await door.ask(prompt="x"), 500)
+                patch.setattr(harness.service, "params", broken)
+                error = error_of(await harness.ask(prompt="x"), 500)
             assert "secret" not in str(error) and "secret internals" in caplog.text
             caplog.clear()
             with monkeypatch.context() as patch:
-                patch.setattr(CompletionWriter, "last_events", broken)
-                reply = await door.ask(prompt="x", stream=True)
+                patch.setattr(CompletionSerializer, "last_events", broken)
+                reply = await harness.ask(prompt="x", stream=True)
             *_, last = events_of(reply.text)
             assert json.loads(last)["error"]["type"] == "server_error"
             assert "secret" not in reply.text and "secret internals" in caplog.text

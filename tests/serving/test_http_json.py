@@ -8,7 +8,7 @@ import time
 import pytest
 
 from jaxinfer.serving.errors import ErrorKind, ServiceError
-from jaxinfer.serving.http.limits import nesting, parse_json
+from jaxinfer.serving.http.request_body import nesting, parse_json
 
 
 def refusal(body: bytes, max_nesting: int = 8) -> str:

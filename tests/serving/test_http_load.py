@@ -1,4 +1,4 @@
-"""The HTTP door under pressure: bursts, clients that stall or leave, and the server's own end."""
+"""The HTTP server under pressure: bursts, clients that stall or leave, and the server's own end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxinfer import Engine
 from jaxinfer.serving.config import LimitsConfig
 from jaxinfer.serving.errors import ErrorKind
 from jaxinfer.serving.stream import Stream
-from tests.support.http_door import GREEDY, Door, events_of, http_door, run
+from tests.support.http_harness import GREEDY, HttpHarness, events_of, http_harness, run
 from tests.support.tiny_server import Brake, tiny_engine
 
 MAX_ROWS = 4  # of the tiny engine
@@ -44,13 +44,15 @@ def http_post(fields: dict, path: str = "/v1/completions", body: bytes | None = 
 
 
 @contextlib.asynccontextmanager
-async def connection(door: Door, receive_buffer: int | None = None) -> AsyncIterator[Connection]:
+async def connection(
+    harness: HttpHarness, receive_buffer: int | None = None
+) -> AsyncIterator[Connection]:
     """A bare one: HTTP clients are slower than the server that is tried here."""
     with socket.socket() as sock:
         if receive_buffer is not None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         sock.setblocking(False)
-        port = int(door.url.rpartition(":")[2])
+        port = int(harness.url.rpartition(":")[2])
         await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", port))
         reader, writer = await asyncio.open_connection(sock=sock)
         try:
@@ -65,8 +67,8 @@ def test_of_500_clients_at_once_a_full_queue_is_taken_and_the_rest_told_at_once(
     limits = LimitsConfig(max_waiting=64)
     request = http_post({**GREEDY, "prompt": "x", "max_tokens": 2})
 
-    async def client(door: Door, delays: list[float]) -> tuple[int, bytes]:
-        async with connection(door) as (reader, writer):
+    async def client(harness: HttpHarness, delays: list[float]) -> tuple[int, bytes]:
+        async with connection(harness) as (reader, writer):
             start = time.perf_counter()
             writer.write(request)
             answer = await reader.read(-1)
@@ -76,14 +78,14 @@ def test_of_500_clients_at_once_a_full_queue_is_taken_and_the_rest_told_at_once(
             return status, answer
 
     async def main():
-        async with http_door(engine, limits) as door:
-            await door.complete("x", max_tokens=2)
+        async with http_harness(engine, limits) as harness:
+            await harness.complete("x", max_tokens=2)
             brake.hold()
             delays: list[float] = []
-            tasks = [asyncio.create_task(client(door, delays)) for _ in range(NUM_CLIENTS)]
+            tasks = [asyncio.create_task(client(harness, delays)) for _ in range(NUM_CLIENTS)]
             while len(delays) < NUM_CLIENTS - MAX_ROWS - 64:
                 await asyncio.sleep(0.005)
-            assert door.service.loop.num_streams == MAX_ROWS + 64
+            assert harness.service.loop.num_streams == MAX_ROWS + 64
             print(f"slowest of {len(delays)} refusals: {max(delays) * 1e3:.0f} ms")
             assert max(delays) < 2
             brake.release()
@@ -97,19 +99,19 @@ def test_of_500_clients_at_once_a_full_queue_is_taken_and_the_rest_told_at_once(
                     assert json.loads(body)["error"]["code"] == "rate_limit_exceeded"
                 else:
                     assert json.loads(body)["usage"]["completion_tokens"] == 2
-            await door.idle()
+            await harness.idle()
 
     run(main())
 
 
 def test_a_full_queue_is_told_before_the_body_is_read(engine, brake):
     async def main():
-        async with http_door(engine, LimitsConfig(max_waiting=0)) as door:
+        async with http_harness(engine, LimitsConfig(max_waiting=0)) as harness:
             brake.hold()
-            held = [asyncio.create_task(door.complete(max_tokens=1)) for _ in range(MAX_ROWS)]
-            while door.service.loop.num_streams < MAX_ROWS:
+            held = [asyncio.create_task(harness.complete(max_tokens=1)) for _ in range(MAX_ROWS)]
+            while harness.service.loop.num_streams < MAX_ROWS:
                 await asyncio.sleep(0.005)
-            async with connection(door) as (reader, writer):
+            async with connection(harness) as (reader, writer):
                 writer.write(http_post({}).replace(b"Length: 2", b"Length: 1000")[:-2])
                 assert (await reader.readline()).startswith(b"HTTP/1.1 429")
                 brake.release()
@@ -120,17 +122,17 @@ def test_a_full_queue_is_told_before_the_body_is_read(engine, brake):
 
 def test_several_prompts_are_taken_together_or_not_at_all(engine, brake):
     async def main():
-        async with http_door(engine, LimitsConfig(max_waiting=2)) as door:
+        async with http_harness(engine, LimitsConfig(max_waiting=2)) as harness:
             brake.hold()
-            held = [asyncio.create_task(door.complete(max_tokens=1)) for _ in range(MAX_ROWS)]
-            while door.service.loop.num_streams < MAX_ROWS:
+            held = [asyncio.create_task(harness.complete(max_tokens=1)) for _ in range(MAX_ROWS)]
+            while harness.service.loop.num_streams < MAX_ROWS:
                 await asyncio.sleep(0.005)
-            reply = await door.ask(prompt=["a", "b", "c"], max_tokens=1)
+            reply = await harness.ask(prompt=["a", "b", "c"], max_tokens=1)
             assert reply.status_code == 429
-            assert door.service.loop.num_streams == MAX_ROWS
+            assert harness.service.loop.num_streams == MAX_ROWS
             brake.release()
             await asyncio.gather(*held)
-            reply = await door.ask(prompt=["a", "b", "c"], max_tokens=1)
+            reply = await harness.ask(prompt=["a", "b", "c"], max_tokens=1)
             assert reply.status_code == 200
 
     run(main())
@@ -148,16 +150,16 @@ FLOOD = {
 }
 
 
-async def flood(door: Door, writer: asyncio.StreamWriter) -> Stream:
+async def flood(harness: HttpHarness, writer: asyncio.StreamWriter) -> Stream:
     """Ask for a lot and read nothing; the request behind it."""
     writer.transport.pause_reading()  # type: ignore[attr-defined]
-    while not (connections := door.server._server.server_state.connections):
+    while not (connections := harness.server._server.server_state.connections):
         await asyncio.sleep(0.005)
     for server_side in connections:
         sock = server_side.transport.get_extra_info("socket")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     writer.write(http_post(FLOOD, "/v1/chat/completions"))
-    while not (streams := list(door.service.loop._streams.values())):
+    while not (streams := list(harness.service.loop._streams.values())):
         await asyncio.sleep(0.005)
     return streams[0]
 
@@ -175,13 +177,16 @@ async def rest_of(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
 def test_a_client_that_takes_no_byte_is_cut_in_time_and_nobody_waits_for_it(engine):
     async def main():
         limits = LimitsConfig(send_timeout_s=0.5, max_unread_tokens=10**6)
-        async with http_door(engine, limits) as door, connection(door, 4096) as (reader, writer):
-            stream = await flood(door, writer)
-            assert len((await door.complete(max_tokens=50))["choices"]) == 1
-            while door.server.num_connections > 1:  # the other is the HTTP client's
+        async with (
+            http_harness(engine, limits) as harness,
+            connection(harness, 4096) as (reader, writer),
+        ):
+            stream = await flood(harness, writer)
+            assert len((await harness.complete(max_tokens=50))["choices"]) == 1
+            while harness.server.num_connections > 1:  # the other is the HTTP client's
                 await asyncio.sleep(0.02)
             assert stream.is_finished
-            await door.idle()
+            await harness.idle()
             text = await rest_of(reader, writer)
             assert text.count("data: ") < 400 and "[DONE]" not in text
 
@@ -191,12 +196,15 @@ def test_a_client_that_takes_no_byte_is_cut_in_time_and_nobody_waits_for_it(engi
 def test_a_client_that_reads_too_slowly_loses_its_request_and_its_pages(engine):
     async def main():
         limits = LimitsConfig(max_unread_tokens=100)
-        async with http_door(engine, limits) as door, connection(door, 4096) as (reader, writer):
-            stream = await flood(door, writer)
+        async with (
+            http_harness(engine, limits) as harness,
+            connection(harness, 4096) as (reader, writer),
+        ):
+            stream = await flood(harness, writer)
             while stream.error is None:
                 await asyncio.sleep(0.02)
             assert stream.error.kind is ErrorKind.SLOW_READER
-            await door.idle()
+            await harness.idle()
             text = await rest_of(reader, writer)
             assert "serving.limits.max_unread_tokens" in text and "[DONE]" not in text
 
@@ -206,7 +214,7 @@ def test_a_client_that_reads_too_slowly_loses_its_request_and_its_pages(engine):
 def test_a_body_that_does_not_come_is_not_waited_for(engine):
     async def main():
         limits = LimitsConfig(send_timeout_s=0.2)
-        async with http_door(engine, limits) as door, connection(door) as (reader, writer):
+        async with http_harness(engine, limits) as harness, connection(harness) as (reader, writer):
             writer.write(http_post({}, body=b"{").replace(b"Length: 1", b"Length: 9"))
             answer = await reader.read(-1)
             assert answer.startswith(b"HTTP/1.1 408") and b"0.2 s" in answer
@@ -216,9 +224,9 @@ def test_a_body_that_does_not_come_is_not_waited_for(engine):
 
 def test_headers_that_do_not_end_are_not_waited_for(engine):
     async def main():
-        async with http_door(engine, keepalive_s=1.0) as door:
+        async with http_harness(engine, keepalive_s=1.0) as harness:
             for sent in (b"", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Slow: "):
-                async with connection(door) as (reader, writer):
+                async with connection(harness) as (reader, writer):
                     writer.write(sent)
                     assert await reader.read(-1) == b""
 
@@ -227,47 +235,47 @@ def test_headers_that_do_not_end_are_not_waited_for(engine):
 
 def test_a_client_that_leaves_while_it_sends_costs_nothing(engine):
     async def main():
-        async with http_door(engine) as door:
-            async with connection(door) as (_, writer):
+        async with http_harness(engine) as harness:
+            async with connection(harness) as (_, writer):
                 writer.write(http_post({}).replace(b"Length: 2", b"Length: 1000"))
                 await writer.drain()
-                await door.complete(max_tokens=1)
-            while door.server.num_connections > 1:
+                await harness.complete(max_tokens=1)
+            while harness.server.num_connections > 1:
                 await asyncio.sleep(0.005)
-            assert door.service.loop.num_streams == 0
+            assert harness.service.loop.num_streams == 0
 
     run(main())
 
 
 def test_the_end_of_the_server_cuts_what_does_not_finish_in_time(engine, brake):
     async def main():
-        async with http_door(engine) as door:
+        async with http_harness(engine) as harness:
             brake.seconds = 0.01
-            async with connection(door) as (reader, writer):
+            async with connection(harness) as (reader, writer):
                 fields = {**GREEDY, "prompt": "x", "max_tokens": 480, "stream": True}
                 writer.write(http_post(fields))
                 await reader.readuntil(b"data: ")
                 start = time.monotonic()
-                await door.server.stop(0.1)
+                await harness.server.stop(0.1)
                 assert time.monotonic() - start < 5
                 assert b"[DONE]" not in await reader.read(-1)
-                await door.idle()
+                await harness.idle()
 
     run(main())
 
 
 def test_the_end_of_the_server_waits_for_what_finishes_in_time(engine, brake):
     async def main():
-        async with http_door(engine) as door:
+        async with http_harness(engine) as harness:
             brake.seconds = 0.005
-            async with connection(door) as (reader, writer):
+            async with connection(harness) as (reader, writer):
                 fields = {**GREEDY, "prompt": "x", "max_tokens": 40, "stream": True}
                 writer.write(http_post(fields))
                 await reader.readuntil(b"data: ")
-                await door.server.stop(30)
+                await harness.server.stop(30)
                 assert b"[DONE]" in await reader.read(-1)
                 with pytest.raises(OSError):
-                    async with connection(door):
+                    async with connection(harness):
                         pass
 
     run(main())
@@ -275,10 +283,10 @@ def test_the_end_of_the_server_waits_for_what_finishes_in_time(engine, brake):
 
 def test_a_port_in_use_is_an_error_that_names_it(engine):
     async def main():
-        async with http_door(engine) as door:
-            port = int(door.url.rpartition(":")[2])
+        async with http_harness(engine) as harness:
+            port = int(harness.url.rpartition(":")[2])
             with pytest.raises(OSError, match=str(port)):
-                async with http_door(engine, http_port=port):
+                async with http_harness(engine, http_port=port):
                     pass
 
     run(main())
@@ -287,10 +295,16 @@ def test_a_port_in_use_is_an_error_that_names_it(engine):
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl here")
 def test_curl_gets_the_events_of_a_stream(engine):
     async def main():
-        async with http_door(engine) as door:
+        async with http_harness(engine) as harness:
             fields = {**GREEDY, "prompt": "the", "max_tokens": 5, "stream": True}
             process = await asyncio.create_subprocess_exec(
-                *("curl", "--silent", "--show-error", "--no-buffer", f"{door.url}/v1/completions"),
+                *(
+                    "curl",
+                    "--silent",
+                    "--show-error",
+                    "--no-buffer",
+                    f"{harness.url}/v1/completions",
+                ),
                 *("--header", "Content-Type: application/json", "--data", json.dumps(fields)),
                 stdout=asyncio.subprocess.PIPE,
             )
@@ -298,6 +312,6 @@ def test_curl_gets_the_events_of_a_stream(engine):
             *events, done = events_of(output.decode())
             assert done == "[DONE]" and process.returncode == 0
             text = "".join(json.loads(event)["choices"][0]["text"] for event in events)
-            assert text == (await door.complete("the", max_tokens=5))["choices"][0]["text"]
+            assert text == (await harness.complete("the", max_tokens=5))["choices"][0]["text"]
 
     run(main())

@@ -11,7 +11,7 @@ import pytest
 from jaxinfer import Engine
 from jaxinfer.serving.auth import ApiKeys
 from jaxinfer.serving.config import LimitsConfig
-from tests.support.http_door import GREEDY, Door, http_door, run
+from tests.support.http_harness import GREEDY, HttpHarness, http_harness, run
 from tests.support.tiny_server import Brake, tiny_engine
 
 MESSAGES: Any = [{"role": "user", "content": "the end"}]
@@ -32,14 +32,14 @@ def brake(engine):
     del engine.step  # the instance's own: the class's is back
 
 
-def client_of(door: Door, key: str = "none", **options: Any) -> openai.AsyncOpenAI:
+def client_of(harness: HttpHarness, key: str = "none", **options: Any) -> openai.AsyncOpenAI:
     options = {"max_retries": 0, "timeout": 30} | options
-    return openai.AsyncOpenAI(base_url=f"{door.url}/v1", api_key=key, **options)
+    return openai.AsyncOpenAI(base_url=f"{harness.url}/v1", api_key=key, **options)
 
 
 def test_completions_whole_and_streamed_are_the_same(engine):
     async def main():
-        async with http_door(engine) as door, client_of(door) as client:
+        async with http_harness(engine) as harness, client_of(harness) as client:
             ask: Any = {"model": "tiny", "prompt": "the", "max_tokens": 40, "temperature": 0}
             whole = await client.completions.create(**ask, extra_body=EXTRA)
             assert whole.choices[0].finish_reason == "length"
@@ -62,7 +62,7 @@ def test_completions_whole_and_streamed_are_the_same(engine):
 
 def test_chat_whole_and_streamed_are_the_same(engine):
     async def main():
-        async with http_door(engine) as door, client_of(door) as client:
+        async with http_harness(engine) as harness, client_of(harness) as client:
             ask: Any = {"model": "tiny", "messages": MESSAGES, "max_tokens": 30, "temperature": 0}
             whole = await client.chat.completions.create(**ask, extra_body=EXTRA)
             message = whole.choices[0].message
@@ -81,7 +81,7 @@ def test_chat_whole_and_streamed_are_the_same(engine):
 
 def test_samples_are_told_apart_and_a_seed_repeats_them(engine):
     async def main():
-        async with http_door(engine) as door, client_of(door) as client:
+        async with http_harness(engine) as harness, client_of(harness) as client:
             ask: Any = {"model": "tiny", "messages": MESSAGES, "max_completion_tokens": 12}
             ask |= {"n": 3, "seed": 7, "extra_body": EXTRA}
             whole = await client.chat.completions.create(**ask)
@@ -99,7 +99,7 @@ def test_samples_are_told_apart_and_a_seed_repeats_them(engine):
 
 def test_logprobs_of_chat_have_as_many_entries_as_tokens(engine):
     async def main():
-        async with http_door(engine) as door, client_of(door) as client:
+        async with http_harness(engine) as harness, client_of(harness) as client:
             ask: Any = {"model": "tiny", "messages": MESSAGES, "max_tokens": 9, "temperature": 0}
             ask |= {"logprobs": True, "top_logprobs": 3, "extra_body": EXTRA}
             whole = (await client.chat.completions.create(**ask)).choices[0]
@@ -123,10 +123,10 @@ def test_logprobs_of_chat_have_as_many_entries_as_tokens(engine):
 
 def test_the_synchronous_client_works_too(engine):
     async def main():
-        async with http_door(engine) as door:
+        async with http_harness(engine) as harness:
 
             def ask() -> tuple[str, list[str]]:
-                with openai.OpenAI(base_url=f"{door.url}/v1", api_key="none") as client:
+                with openai.OpenAI(base_url=f"{harness.url}/v1", api_key="none") as client:
                     done = client.completions.create(
                         model="tiny", prompt="the", max_tokens=5, temperature=0, extra_body=EXTRA
                     )
@@ -142,11 +142,11 @@ def test_errors_become_the_classes_that_the_client_has_for_them(engine, brake):
     async def main():
         keys = ApiKeys([("a", "sk-good-one")])
         limits = LimitsConfig(max_waiting=0)
-        async with http_door(engine, limits, keys=keys) as door:
-            async with client_of(door, "sk-wrong-one") as stranger:
+        async with http_harness(engine, limits, keys=keys) as harness:
+            async with client_of(harness, "sk-wrong-one") as stranger:
                 with pytest.raises(openai.AuthenticationError):
                     await stranger.models.list()
-            async with client_of(door, "sk-good-one") as client:
+            async with client_of(harness, "sk-good-one") as client:
                 with pytest.raises(openai.NotFoundError) as missing:
                     await client.completions.create(model="gpt", prompt="a")
                 assert missing.value.code == "model_not_found" and missing.value.param == "model"
@@ -160,7 +160,7 @@ def test_errors_become_the_classes_that_the_client_has_for_them(engine, brake):
                 brake.hold()
                 ask: Any = {"model": "tiny", "prompt": "a", "max_tokens": 2}
                 four = [asyncio.create_task(client.completions.create(**ask)) for _ in range(4)]
-                while door.service.loop.num_streams < 4:
+                while harness.service.loop.num_streams < 4:
                     await asyncio.sleep(0.005)
                 with pytest.raises(openai.RateLimitError) as full:
                     await client.completions.create(**ask)
@@ -174,11 +174,14 @@ def test_errors_become_the_classes_that_the_client_has_for_them(engine, brake):
 def test_the_client_tries_again_where_the_server_says_when(engine, brake):
     async def main():
         limits = LimitsConfig(max_waiting=0)
-        async with http_door(engine, limits) as door, client_of(door, max_retries=3) as client:
+        async with (
+            http_harness(engine, limits) as harness,
+            client_of(harness, max_retries=3) as client,
+        ):
             brake.hold()
             ask: Any = {"model": "tiny", "prompt": "a", "max_tokens": 2}
             tasks = [asyncio.create_task(client.completions.create(**ask)) for _ in range(5)]
-            while door.metrics.render()[0].count(b'kind="overloaded"') == 0:
+            while harness.metrics.render()[0].count(b'kind="overloaded"') == 0:
                 await asyncio.sleep(0.005)
             brake.release()
             assert all(done.choices for done in await asyncio.gather(*tasks))
@@ -188,18 +191,18 @@ def test_the_client_tries_again_where_the_server_says_when(engine, brake):
 
 def test_a_client_that_times_out_frees_its_pages(engine, brake):
     async def main():
-        async with http_door(engine) as door, client_of(door, timeout=0.3) as client:
+        async with http_harness(engine) as harness, client_of(harness, timeout=0.3) as client:
             brake.seconds = 0.05
             with pytest.raises(openai.APITimeoutError):
                 await client.completions.create(model="tiny", prompt="a", max_tokens=400)
-            await door.idle()
+            await harness.idle()
 
     run(main())
 
 
 def test_a_deadline_is_an_error_that_the_client_does_not_repeat(engine, brake):
     async def main():
-        async with http_door(engine) as door, client_of(door, max_retries=2) as client:
+        async with http_harness(engine) as harness, client_of(harness, max_retries=2) as client:
             brake.seconds = 0.02
             body = EXTRA | {"timeout_s": 0.1}
             brake.hold()
@@ -213,7 +216,7 @@ def test_a_deadline_is_an_error_that_the_client_does_not_repeat(engine, brake):
                 )
                 async for _ in stream:
                     pass
-            await door.idle()
+            await harness.idle()
 
     run(main())
 
@@ -222,7 +225,7 @@ def test_a_deadline_is_an_error_that_the_client_does_not_repeat(engine, brake):
 def test_a_client_that_leaves_in_mid_stream_frees_its_pages(engine, brake, path):
     async def main():
         brake.seconds = 0.02
-        async with http_door(engine) as door, client_of(door) as client:
+        async with http_harness(engine) as harness, client_of(harness) as client:
             ask: Any = {"model": "tiny", "max_tokens": 400, "extra_body": EXTRA, "stream": True}
             if path == "chat":
                 stream = await client.chat.completions.create(messages=MESSAGES, **ask)
@@ -232,7 +235,7 @@ def test_a_client_that_leaves_in_mid_stream_frees_its_pages(engine, brake, path)
             assert engine.pool.num_owned
             computed = engine.num_computed
             await stream.close()
-            await door.idle()
+            await harness.idle()
             assert engine.num_computed - computed < 100  # it did not run to its end
 
     run(main())
@@ -241,12 +244,12 @@ def test_a_client_that_leaves_in_mid_stream_frees_its_pages(engine, brake, path)
 def test_a_client_that_leaves_before_its_answer_frees_its_pages(engine, brake):
     async def main():
         brake.seconds = 0.02
-        async with http_door(engine) as door:
+        async with http_harness(engine) as harness:
             ask = {**GREEDY, "prompt": ["a", "b"], "max_tokens": 400, "n": 2}
-            task = asyncio.create_task(door.ask(**ask))
+            task = asyncio.create_task(harness.ask(**ask))
             while engine.num_requests < 4:
                 await asyncio.sleep(0.005)
             task.cancel()
-            await door.idle()
+            await harness.idle()
 
     run(main())

@@ -1,4 +1,4 @@
-"""What the HTTP door refuses: each by its status, in OpenAI's shape, with the field at fault."""
+"""What the HTTP server refuses: each by its status, in OpenAI's shape, with the field at fault."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from jaxinfer import Engine
 from jaxinfer.serving.auth import ApiKeys
 from jaxinfer.serving.config import LimitsConfig
-from jaxinfer.serving.http.openai_schema import UNSUPPORTED_CHAT
-from tests.support.http_door import error_of, http_door, run
+from jaxinfer.serving.http.request_schema import UNSUPPORTED_CHAT
+from tests.support.http_harness import error_of, http_harness, run
 from tests.support.tiny_server import tiny_engine
 
 MESSAGES = [{"role": "user", "content": "x"}]
@@ -41,28 +41,28 @@ UNSUPPORTED = {
 
 def test_what_openai_has_and_this_server_has_not_is_refused_by_name(engine):
     async def main():
-        async with http_door(engine) as door:
+        async with http_harness(engine) as harness:
             for name in UNSUPPORTED_CHAT:
                 fields = {name: UNSUPPORTED.get(name, "something")}
-                error = error_of(await door.ask(CHAT, messages=MESSAGES, **fields))
+                error = error_of(await harness.ask(CHAT, messages=MESSAGES, **fields))
                 assert error["param"] == name and "not supported" in error["message"]
-            error = error_of(await door.ask(prompt="x", suffix="y"))
+            error = error_of(await harness.ask(prompt="x", suffix="y"))
             assert error["param"] == "suffix"
-            error = error_of(await door.ask(prompt="x", n=2, best_of=3))
+            error = error_of(await harness.ask(prompt="x", n=2, best_of=3))
             assert error["param"] == "best_of"
-            assert door.service.loop.stats.num_generated == engine.stats.num_generated
+            assert harness.service.loop.stats.num_generated == engine.stats.num_generated
 
     run(main())
 
 
 def test_what_asks_for_nothing_is_taken(engine):
     async def main():
-        async with http_door(engine) as door:
+        async with http_harness(engine) as harness:
             nothing = {name: value for name, values in UNSUPPORTED_CHAT.items() for value in values}
             ask = {"messages": MESSAGES, "max_tokens": 1, **nothing}
-            assert (await door.ask(CHAT, **ask)).status_code == 200
+            assert (await harness.ask(CHAT, **ask)).status_code == 200
             null = dict.fromkeys(("stop", "n", "seed", "stream", "logit_bias", "user", "model"))
-            reply = await door.ask(prompt="x", suffix=None, best_of=1, max_tokens=1, **null)
+            reply = await harness.ask(prompt="x", suffix=None, best_of=1, max_tokens=1, **null)
             assert reply.status_code == 200, reply.text
 
     run(main())
@@ -105,13 +105,13 @@ BAD_FIELDS = [
 
 def test_a_bad_field_is_refused_by_its_name_at_both_endpoints(engine):
     async def main():
-        async with http_door(engine) as door:
+        async with http_harness(engine) as harness:
             for fields, param in BAD_FIELDS:
                 for path, prompt in (
                     ("/v1/completions", {"prompt": "x"}),
                     (CHAT, {"messages": MESSAGES, "max_tokens": 16}),
                 ):
-                    error = error_of(await door.ask(path, **prompt, **fields))
+                    error = error_of(await harness.ask(path, **prompt, **fields))
                     expected = param or "stream_options.include_obfuscation"
                     assert error["param"] == expected, (path, fields, error)
                     assert error["type"] == "invalid_request_error"
@@ -140,8 +140,8 @@ def test_a_bad_field_is_refused_by_its_name_at_both_endpoints(engine):
 )
 def test_a_bad_prompt_is_refused(engine, fields, param):
     async def main():
-        async with http_door(engine) as door:
-            assert error_of(await door.ask(**fields))["param"] == param
+        async with http_harness(engine) as harness:
+            assert error_of(await harness.ask(**fields))["param"] == param
 
     run(main())
 
@@ -177,8 +177,8 @@ def test_a_bad_prompt_is_refused(engine, fields, param):
 )
 def test_a_bad_conversation_is_refused(engine, fields, param):
     async def main():
-        async with http_door(engine) as door:
-            error = error_of(await door.ask(CHAT, **fields))
+        async with http_harness(engine) as harness:
+            error = error_of(await harness.ask(CHAT, **fields))
             assert error["param"] == param
             if "image_url" in str(fields):
                 assert "image_url" in error["message"]
@@ -200,16 +200,16 @@ def test_a_bad_conversation_is_refused(engine, fields, param):
 )
 def test_bad_token_requests_are_refused(engine, path, fields, param):
     async def main():
-        async with http_door(engine) as door:
-            assert error_of(await door.ask(path, **fields))["param"] == param
+        async with http_harness(engine) as harness:
+            assert error_of(await harness.ask(path, **fields))["param"] == param
 
     run(main())
 
 
 def test_all_problems_of_a_body_are_told_at_once(engine):
     async def main():
-        async with http_door(engine) as door:
-            error = error_of(await door.ask(prompt="x", n=0, what=1, top_p=7))
+        async with http_harness(engine) as harness:
+            error = error_of(await harness.ask(prompt="x", n=0, what=1, top_p=7))
             assert all(name in error["message"] for name in ("n:", "what", "top_p:"))
 
     run(main())
@@ -218,11 +218,11 @@ def test_all_problems_of_a_body_are_told_at_once(engine):
 def test_bodies_are_json_of_a_bounded_size(engine):
     async def main():
         limits = LimitsConfig(max_body_bytes=1000, max_nesting=4)
-        async with http_door(engine, limits) as door:
+        async with http_harness(engine, limits) as harness:
 
             async def post(body, **headers):
                 headers = {"content-type": "application/json"} | headers
-                return await door.client.post("/v1/completions", content=body, headers=headers)
+                return await harness.client.post("/v1/completions", content=body, headers=headers)
 
             fits = json.dumps({"prompt": "x", "max_tokens": 1}).encode().ljust(1000)
             assert (await post(fits)).status_code == 200
@@ -245,8 +245,8 @@ def test_bodies_are_json_of_a_bounded_size(engine):
 
 def test_a_large_body_is_read_beside_the_event_loop(engine):
     async def main():
-        async with http_door(engine) as door:
-            error = error_of(await door.ask(prompt="x" * 2**19))
+        async with http_harness(engine) as harness:
+            error = error_of(await harness.ask(prompt="x" * 2**19))
             assert error["param"] == "prompt" and "context" in error["message"]
 
     run(main())
@@ -254,7 +254,7 @@ def test_a_large_body_is_read_beside_the_event_loop(engine):
 
 def test_keys_guard_what_costs_and_leave_probes_and_the_page_open(engine):
     async def main():
-        async with http_door(engine, keys=ApiKeys([("a", "sk-good-one")])) as door:
+        async with http_harness(engine, keys=ApiKeys([("a", "sk-good-one")])) as harness:
             guarded = ["/v1/models", "/v1/models/tiny", "/v1/stats", "/metrics"]
             posts = ["/v1/completions", CHAT, "/tokenize", "/detokenize"]
             for headers in (
@@ -263,30 +263,30 @@ def test_keys_guard_what_costs_and_leave_probes_and_the_page_open(engine):
                 {"authorization": "Basic x"},
             ):
                 for path in guarded:
-                    error = error_of(await door.client.get(path, headers=headers), 401)
+                    error = error_of(await harness.client.get(path, headers=headers), 401)
                     assert error["code"] == "invalid_api_key"
                 for path in posts:
-                    reply = await door.client.post(path, headers=headers, content=b"no json")
+                    reply = await harness.client.post(path, headers=headers, content=b"no json")
                     assert error_of(reply, 401)["type"] == "authentication_error"
                     assert reply.headers["www-authenticate"] == "Bearer"
             for path in ("/health/live", "/health/ready", "/", "/openapi.json"):
-                assert (await door.client.get(path)).status_code == 200
+                assert (await harness.client.get(path)).status_code == 200
             good = {"authorization": "bearer sk-good-one"}
             for path in guarded:
-                assert (await door.client.get(path, headers=good)).status_code == 200
+                assert (await harness.client.get(path, headers=good)).status_code == 200
 
     run(main())
 
 
 def test_unknown_paths_and_methods_are_told_in_the_same_shape(engine):
     async def main():
-        async with http_door(engine) as door:
-            assert "/v1/responses" in error_of(await door.ask("/v1/responses"), 404)["message"]
+        async with http_harness(engine) as harness:
+            assert "/v1/responses" in error_of(await harness.ask("/v1/responses"), 404)["message"]
             for path in ("/v1/models/", "/v1/completions/"):
-                error_of(await door.client.get(path), 404)
-            reply = await door.client.get("/v1/completions")
+                error_of(await harness.client.get(path), 404)
+            reply = await harness.client.get("/v1/completions")
             assert error_of(reply, 405) and reply.headers["allow"] == "POST"
-            reply = await door.client.options("/v1/completions")
+            reply = await harness.client.options("/v1/completions")
             assert error_of(reply, 405) and "access-control-allow-origin" not in reply.headers
 
     run(main())
@@ -294,14 +294,14 @@ def test_unknown_paths_and_methods_are_told_in_the_same_shape(engine):
 
 def test_every_answer_has_an_id_and_the_security_headers(engine):
     async def main():
-        async with http_door(engine) as door:
+        async with http_harness(engine) as harness:
             for path in ("/health/live", "/", "/nothing", "/metrics"):
-                headers = (await door.client.get(path)).headers
+                headers = (await harness.client.get(path)).headers
                 assert headers["x-content-type-options"] == "nosniff"
                 assert headers["content-security-policy"].count("default-src 'none'") == 1
                 assert len(headers["x-request-id"]) == 32
                 assert "server" not in headers
-            bad = await door.client.get("/health/live", headers={"x-request-id": "a b"})
+            bad = await harness.client.get("/health/live", headers={"x-request-id": "a b"})
             assert error_of(bad)["param"] == "X-Request-Id"
 
     run(main())
@@ -311,17 +311,17 @@ def test_other_origins_may_call_only_where_the_config_lets_them(engine):
     async def main():
         origin = "https://app.example"
         asks = {"origin": origin, "access-control-request-method": "POST"}
-        async with http_door(engine, cors_origins=(origin,)) as door:
-            reply = await door.client.options(CHAT, headers=asks)
+        async with http_harness(engine, cors_origins=(origin,)) as harness:
+            reply = await harness.client.options(CHAT, headers=asks)
             assert reply.status_code == 200
             assert reply.headers["access-control-allow-origin"] == origin
-            reply = await door.client.get("/v1/models", headers={"origin": origin})
+            reply = await harness.client.get("/v1/models", headers={"origin": origin})
             assert reply.headers["access-control-allow-origin"] == origin
             other = asks | {"origin": "https://other.example"}
-            reply = await door.client.options(CHAT, headers=other)
+            reply = await harness.client.options(CHAT, headers=other)
             assert "access-control-allow-origin" not in reply.headers
-        async with http_door(engine) as door:
-            reply = await door.client.get("/v1/models", headers={"origin": origin})
+        async with http_harness(engine) as harness:
+            reply = await harness.client.get("/v1/models", headers={"origin": origin})
             assert "access-control-allow-origin" not in reply.headers
 
     run(main())

@@ -9,7 +9,7 @@ import pytest
 
 from jaxinfer.serving.config import TlsConfig
 from tests.support.certificates import OPENSSL, make_authority, make_signed
-from tests.support.http_door import http_door, run
+from tests.support.http_harness import http_harness, run
 from tests.support.tiny_server import tiny_engine
 
 pytestmark = pytest.mark.skipif(OPENSSL is None, reason="there is no openssl command here")
@@ -32,12 +32,12 @@ def test_a_client_that_trusts_the_authority_is_served_and_others_do_not_trust_us
     tls = TlsConfig(server.certificate, server.key)
 
     async def main():
-        async with http_door(engine, tls=tls) as door:
+        async with http_harness(engine, tls=tls) as harness:
             trusting = ssl.create_default_context(cafile=authority.certificate)
-            assert await status_of(door.url, trusting) == 200
+            assert await status_of(harness.url, trusting) == 200
             wary = ssl.create_default_context(cafile=stranger.certificate)
             with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
-                await status_of(door.url, wary)
+                await status_of(harness.url, wary)
 
     run(main())
 
@@ -49,12 +49,12 @@ def test_a_client_authority_asks_for_a_certificate(engine, tmp_path):
     tls = TlsConfig(server.certificate, server.key, authority.certificate)
 
     async def main():
-        async with http_door(engine, tls=tls) as door:
+        async with http_harness(engine, tls=tls) as harness:
             context = ssl.create_default_context(cafile=authority.certificate)
             with pytest.raises(httpx.TransportError):
-                await status_of(door.url, context)
+                await status_of(harness.url, context)
             context.load_cert_chain(own.certificate, own.key)
-            assert await status_of(door.url, context) == 200
+            assert await status_of(harness.url, context) == 200
 
     run(main())
 
@@ -64,7 +64,7 @@ def test_a_missing_certificate_is_an_error_at_the_start(engine, tmp_path):
 
     async def main():
         with pytest.raises(OSError):
-            async with http_door(engine, tls=tls):
+            async with http_harness(engine, tls=tls):
                 pass
 
     run(main())

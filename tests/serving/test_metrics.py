@@ -34,7 +34,7 @@ def run(coroutine):
 def ask(max_tokens: int = 8, prompt: Prompt = "a prompt", **named) -> GenerationRequest:
     fields = {"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True}
     fields |= named.pop("params", {})
-    return GenerationRequest(prompt, SamplingParams(**fields), door="http", **named)
+    return GenerationRequest(prompt, SamplingParams(**fields), protocol="http", **named)
 
 
 def samples(metrics: Metrics) -> dict[tuple[str, ...], float]:
@@ -65,7 +65,7 @@ def test_tokens_and_latencies_of_a_request_are_counted(engine):
             metrics.watch(service.loop, service.model.name)
             result = await (await service.generate(ask(20))).collect()
             now = samples(metrics)
-        assert now["jaxinfer_requests_total", "http", "length"] == 1
+        assert now["jaxinfer_requests_total", "length", "http"] == 1
         assert now["jaxinfer_prompt_tokens_total",] == len("a prompt")
         assert now["jaxinfer_output_tokens_total",] == 20
         assert now["jaxinfer_generated_tokens_total",] == engine.num_generated
@@ -121,7 +121,7 @@ def test_every_end_has_its_outcome(engine):
                     await stream.collect() if stream is not slow else await unread(slow)
             now = samples(metrics)
         del engine.step  # the brake
-        outcomes = {k[2]: v for k, v in now.items() if k[0] == "jaxinfer_requests_total"}
+        outcomes = {k[1]: v for k, v in now.items() if k[0] == "jaxinfer_requests_total"}
         expected = ("length", "stop", "slow_reader", "deadline", "cancelled")
         assert outcomes == dict.fromkeys(expected, 1)
         assert now["jaxinfer_request_seconds_count",] == 5
@@ -146,7 +146,7 @@ def test_pages_and_places_are_those_of_the_engine(engine):
                     break
             now = samples(metrics)
             assert now["jaxinfer_requests_running",] == 4
-            assert now["jaxinfer_requests_under_way",] == 6
+            assert now["jaxinfer_requests_in_flight",] == 6
             assert now["jaxinfer_pages", "owned"] > 0
             assert now["jaxinfer_unread_tokens",] > 0
             for stream in streams:
@@ -155,7 +155,7 @@ def test_pages_and_places_are_those_of_the_engine(engine):
                 await asyncio.sleep(0.005)
             now = samples(metrics)
             assert now["jaxinfer_requests_running",] == now["jaxinfer_requests_waiting",] == 0
-            assert now["jaxinfer_unread_tokens",] == now["jaxinfer_requests_under_way",] == 0
+            assert now["jaxinfer_unread_tokens",] == now["jaxinfer_requests_in_flight",] == 0
             pages = [now["jaxinfer_pages", state] for state in ("free", "cached", "owned")]
             assert sum(pages) == engine.pool.num_pages and pages[1] == engine.pool.num_cached
         del engine.step
@@ -201,7 +201,7 @@ def test_counters_never_fall(engine):
                 await asyncio.sleep(0.001)
             now = counters(metrics)
             assert all(now[key] >= value for key, value in before.items())
-            assert now["jaxinfer_requests_refused_total", "grpc", "overloaded"] == 3
+            assert now["jaxinfer_requests_refused_total", "overloaded", "grpc"] == 3
 
     run(main())
 
@@ -267,5 +267,5 @@ def test_a_request_cut_in_one_of_its_samples_counts_as_cut():
             metrics.observer.on_delta(stream, Delta(index, "", [5], [], reason))
         metrics.observer.on_end(stream)
     now = samples(metrics)
-    assert now["jaxinfer_requests_total", "http", "length"] == 1
-    assert now["jaxinfer_requests_total", "http", "stop"] == 1
+    assert now["jaxinfer_requests_total", "length", "http"] == 1
+    assert now["jaxinfer_requests_total", "stop", "http"] == 1

@@ -71,12 +71,12 @@ def test_a_request_is_one_line_with_its_figures(engine, log):
         params = SamplingParams(temperature=0.5, max_tokens=9, ignore_eos=True, n=2, seed=3)
         async with tiny_service(engine, observers=(observer,)) as service:
             request = GenerationRequest(
-                "a prompt", params, door="http", user="ada", request_id="mine"
+                "a prompt", params, protocol="http", user="ada", request_id="mine"
             )
             result = await (await service.generate(request)).collect()
         [entry] = entries(log)
-        assert list(entry)[:4] == ["time", "id", "door", "user"]
-        assert (entry["id"], entry["door"], entry["user"]) == ("mine", "http", "ada")
+        assert list(entry)[:4] == ["time", "id", "protocol", "user"]
+        assert (entry["id"], entry["protocol"], entry["user"]) == ("mine", "http", "ada")
         assert entry["prompt_tokens"] == 8 and entry["output_tokens"] == 18 and entry["n"] == 2
         assert entry["finish_reasons"] == ["length", "length"] and "error" not in entry
         for name in ("queue_s", "first_token_s", "total_s"):

@@ -242,9 +242,9 @@ def a_killed_client_gives_its_pages_back(server: Server) -> None:
     client.stdout.close()
     server.until(lambda: server.metrics()["jaxinfer_pages", "owned"] == 0)
     now = server.metrics()
-    assert now["jaxinfer_requests_total", "http", "cancelled"] == 1
+    assert now["jaxinfer_requests_total", "cancelled", "http"] == 1
     assert now["jaxinfer_output_tokens_total",] < LONG
-    assert now["jaxinfer_requests_under_way",] == 0
+    assert now["jaxinfer_requests_in_flight",] == 0
 
 
 def test_a_second_signal_ends_at_once(tmp_path):

@@ -260,7 +260,7 @@ def test_a_dead_engine_thread_fails_everything_with_its_reason():
     async def main():
         deaths: list[BaseException] = []
         async with tiny_service(engine) as service:
-            service.loop._on_death = deaths.append
+            service.loop._on_fatal = deaths.append
             streams: list[Stream] = [await service.generate(ask(400)) for _ in range(3)]
             await anext(streams[0])
 
@@ -312,7 +312,7 @@ def test_places_are_held_while_prompts_are_tokenized(engine, monkeypatch):
             may_go.set()
             for task in tasks:
                 assert (await (await task).collect()).usage.output_tokens == 4
-            service.loop.check_room(4)  # all places are back
+            service.loop.check_capacity(4)  # all places are back
 
     run(main())
 

@@ -52,7 +52,7 @@ async def serve(engine, tracing, requests, is_cancelled=False) -> list[Result]:
 
 def test_a_request_is_one_span_with_its_usage_and_times(engine):
     params = SamplingParams(temperature=0.5, top_p=0.9, max_tokens=6, ignore_eos=True, n=2)
-    request = GenerationRequest("a secret", params, door="grpc", request_id="mine", user="ada")
+    request = GenerationRequest("a secret", params, protocol="grpc", request_id="mine", user="ada")
     [span], [result] = traced(engine, request)
     assert span.name == "generate tiny" and span.kind is SpanKind.SERVER
     assert span.resource.attributes["service.name"] == "jaxinfer"
@@ -67,7 +67,7 @@ def test_a_request_is_one_span_with_its_usage_and_times(engine):
         "gen_ai.response.finish_reasons": ("length", "length"),
         "gen_ai.usage.input_tokens": result.usage.prompt_tokens,
         "gen_ai.usage.output_tokens": 12,
-        "jaxinfer.door": "grpc",
+        "jaxinfer.protocol": "grpc",
     }
     assert {name: attributes[name] for name in expected} == expected
     assert attributes["jaxinfer.total_s"] == result.timing.total_s

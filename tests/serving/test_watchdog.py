@@ -12,7 +12,7 @@ from jaxinfer import Engine, SamplingParams
 from jaxinfer.serving.errors import ErrorKind, ServiceError
 from jaxinfer.serving.generation import GenerationRequest
 from jaxinfer.serving.loop import EngineLoop
-from jaxinfer.serving.watchdog import COMPILE_S, Watchdog
+from jaxinfer.serving.watchdog import COMPILE_STEP_S, Watchdog
 from tests.support.tiny_server import Brake, tiny_engine, tiny_service
 
 
@@ -129,8 +129,8 @@ def test_a_closed_watchdog_says_nothing_of_an_end_on_purpose(engine):
 def test_a_step_that_may_compile_has_the_time_to(engine):
     cold = EngineLoop(engine)
     cold.engine = Config(dataclasses.replace(engine.config, warm_up=False))  # type: ignore
-    assert Watchdog(cold, 2.0, Told()).limit_s == COMPILE_S
-    assert Watchdog(cold, 2 * COMPILE_S, Told()).limit_s == 2 * COMPILE_S
+    assert Watchdog(cold, 2.0, Told()).limit_s == COMPILE_STEP_S
+    assert Watchdog(cold, 2 * COMPILE_STEP_S, Told()).limit_s == 2 * COMPILE_STEP_S
     assert Watchdog(cold, 0.0, Told()).limit_s == 0
     assert Watchdog(EngineLoop(engine), 2.0, Told()).limit_s == 2.0
 

@@ -1,4 +1,4 @@
-"""The HTTP door in tests: a tiny engine's service behind the real app and a real uvicorn."""
+"""The HTTP server in tests: a tiny engine's service behind the real app and a real uvicorn."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.tiny_server import tiny_service
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 
 
-class Door:
+class HttpHarness:
     """A server that listens, and what is behind it."""
 
     def __init__(
@@ -63,14 +63,14 @@ class Door:
 
 
 @contextlib.asynccontextmanager
-async def http_door(
+async def http_harness(
     engine: Engine,
     limits: LimitsConfig | None = None,
     *,
     keys: ApiKeys | None = None,
     generation: GenerationDefaults | None = None,
     **options: Any,
-) -> AsyncIterator[Door]:
+) -> AsyncIterator[HttpHarness]:
     """A server on a free port; at the end no connection, task or request is left."""
     config = ServingConfig(limits=limits or LimitsConfig(), **{"http_port": 0, **options})
     async with tiny_service(engine, config.limits, generation=generation) as service:
@@ -81,11 +81,11 @@ async def http_door(
         server = build_http_server(build_app(service, config, keys, health, metrics), config)
         scheme = "https" if config.tls.certificate else "http"
         url = f"{scheme}://127.0.0.1:{await server.start()}"
-        door = Door(service, health, metrics, server, url)
+        harness = HttpHarness(service, health, metrics, server, url)
         try:
-            yield door
+            yield harness
         finally:
-            await door.client.aclose()
+            await harness.client.aclose()
             await server.stop(5)
     left = asyncio.all_tasks() - {asyncio.current_task()}
     assert not left, left

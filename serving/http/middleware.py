@@ -21,9 +21,9 @@ from jaxinfer.serving.metrics import Metrics
 from jaxinfer.serving.service import Service
 
 EMBEDDING_PATH = "/v1/embeddings"
-GENERATING_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
-WORKING_PATHS = GENERATING_PATHS | {EMBEDDING_PATH}
-GUARDED_PATHS = frozenset({"/tokenize", "/detokenize", "/metrics"})
+GENERATION_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
+INFERENCE_PATHS = GENERATION_PATHS | {EMBEDDING_PATH}
+KEY_PATHS = frozenset({"/tokenize", "/detokenize", "/metrics"})
 
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 _SECURITY_HEADERS = (
@@ -35,12 +35,12 @@ _SECURITY_HEADERS = (
 )
 
 
-def is_guarded(path: str) -> bool:
+def requires_key(path: str) -> bool:
     """Whether a path asks for a key, where there are keys."""
-    return path.startswith("/v1/") or path in GUARDED_PATHS
+    return path.startswith("/v1/") or path in KEY_PATHS
 
 
-class Gate:
+class RequestMiddleware:
     """ASGI middleware. Leaves `request_id`, `client_request_id` (the client's own, or None) and
     `key_name` in the request's state."""
 
@@ -57,19 +57,19 @@ class Gate:
         headers = dict(scope["headers"])
         given = headers.get(b"x-request-id")
         is_sound = given is None or _REQUEST_ID.fullmatch(given) is not None
-        own_id = given.decode() if given is not None and is_sound else None
+        engine_request_id = given.decode() if given is not None and is_sound else None
         state = scope.setdefault("state", {})
-        state["client_request_id"] = own_id
-        state["request_id"] = own_id or uuid.uuid4().hex
+        state["client_request_id"] = engine_request_id
+        state["request_id"] = engine_request_id or uuid.uuid4().hex
         state["key_name"] = ""
-        reply = _Reply(send, state["request_id"])
+        reply = _HeaderSender(send, state["request_id"])
         try:
             if not is_sound:
                 text = "X-Request-Id must be 1 to 128 printable ASCII characters without spaces"
                 raise ServiceError(ErrorKind.INVALID, text, field="X-Request-Id")
             self._check(scope, headers, state)
         except ServiceError as error:
-            if scope["path"] in WORKING_PATHS:
+            if scope["path"] in INFERENCE_PATHS:
                 self.metrics.refused("http", error.kind)
             await error_response(error)(scope, receive, reply)
             return
@@ -84,7 +84,7 @@ class Gate:
 
     def _check(self, scope: Scope, headers: dict[bytes, bytes], state: dict[str, Any]) -> None:
         path = scope["path"]
-        if self.keys is not None and is_guarded(path):
+        if self.keys is not None and requires_key(path):
             token = bearer_token(headers.get(b"authorization", b"").decode("latin-1"))
             name = self.keys.name_of(token)
             if name is None:
@@ -92,15 +92,15 @@ class Gate:
                 text = f"the API key {what}; send the header Authorization: Bearer KEY"
                 raise ServiceError(ErrorKind.UNAUTHENTICATED, text)
             state["key_name"] = name
-        if path in WORKING_PATHS and scope["method"] == "POST":
+        if path in INFERENCE_PATHS and scope["method"] == "POST":
             if path == EMBEDDING_PATH:
                 self.service.check_can_embed()
             else:
                 self.service.check_can_generate()
-            self.service.loop.check_room()
+            self.service.loop.check_capacity()
 
 
-class _Reply:
+class _HeaderSender:
     """`send` that puts the common headers on the response, where it has none of the name."""
 
     def __init__(self, send: Send, request_id: str):

@@ -1,4 +1,4 @@
-"""The gRPC door in tests: a real server on a loopback socket, around a tiny engine."""
+"""The gRPC server in tests: a real server on a loopback socket, around a tiny engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EOF: Any = vars(grpc.aio)["EOF"]  # which the type stubs do not know
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 
 
-class Door:
+class GrpcHarness:
     """A listening server and a client's channel to it."""
 
     def __init__(
@@ -52,14 +52,14 @@ def serving_health() -> Health:
 
 
 @contextlib.asynccontextmanager
-async def grpc_door(
+async def grpc_harness(
     engine: Engine,
     config: ServingConfig | None = None,
     *,
     keys: ApiKeys | None = None,
     health: Health | None = None,
     **named: Any,
-) -> AsyncIterator[Door]:
+) -> AsyncIterator[GrpcHarness]:
     """A server around `engine` for one test; `named` goes to `tiny_service`.
 
     At the end nothing may be left: no call, no page.
@@ -72,7 +72,7 @@ async def grpc_door(
         port = await server.start()
         try:
             async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-                yield Door(service, server, metrics, channel, port)
+                yield GrpcHarness(service, server, metrics, channel, port)
         finally:
             brake = getattr(engine.step, "__self__", None)
             if isinstance(brake, Brake):
@@ -93,8 +93,8 @@ def ask(text: str = "a prompt", max_tokens: int = 8, **named: Any) -> pb.Generat
     return pb.GenerateRequest(params=params, **named)
 
 
-async def streamed(door: Door, request: pb.GenerateRequest) -> list[pb.GenerateResponse]:
-    return [message async for message in door.stub.Generate(request)]
+async def streamed(harness: GrpcHarness, request: pb.GenerateRequest) -> list[pb.GenerateResponse]:
+    return [message async for message in harness.stub.Generate(request)]
 
 
 async def error_of(call: Any) -> Any:

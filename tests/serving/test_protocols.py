@@ -1,4 +1,4 @@
-"""The same behaviours over both doors of one service: HTTP and gRPC may not differ in what they do.
+"""The same behaviours over both protocols of one service: HTTP and gRPC may not differ in them.
 
 What is peculiar to a protocol is tested beside it (test_http_*.py, test_grpc_*.py).
 """
@@ -16,7 +16,7 @@ from jaxinfer.serving.auth import ApiKeys
 from jaxinfer.serving.errors import ErrorKind
 from jaxinfer.serving.generation import GenerationRequest
 from jaxinfer.serving.health import State
-from tests.support.both_doors import GREEDY, Caller, Refused, doors
+from tests.support.protocol_harness import GREEDY, Caller, Refused, both_protocols
 from tests.support.tiny_server import Brake, tiny_engine
 
 MESSAGES = [{"role": "user", "content": "Grüße, 世界 🙂"}]
@@ -37,7 +37,7 @@ def brake(engine):
 
 
 @pytest.fixture(params=["http", "grpc"])
-def door(request) -> str:
+def protocol(request) -> str:
     return request.param
 
 
@@ -76,7 +76,7 @@ STREAMS: list[tuple[Any, dict[str, Any]]] = [
 @pytest.mark.parametrize(("prompt", "fields"), STREAMS)
 def test_deltas_join_to_the_whole_answer_and_both_doors_say_the_same(engine, prompt, fields):
     async def main():
-        async with doors(engine) as both:
+        async with both_protocols(engine) as both:
             wholes = [await caller.whole(prompt, **fields) for caller in both.callers.values()]
             assert wholes[0] == wholes[1]
             for caller in both.callers.values():
@@ -88,7 +88,7 @@ def test_deltas_join_to_the_whole_answer_and_both_doors_say_the_same(engine, pro
 def test_both_doors_side_by_side_do_not_disturb_each_other(engine):
     async def main():
         fields = {"max_tokens": 25, "temperature": 1.0, "ignore_eos": True}
-        async with doors(engine) as both:
+        async with both_protocols(engine) as both:
             callers = [both.callers["http"], both.callers["grpc"]] * 4
             alone = [await callers[0].whole("x", seed=i, **fields) for i in range(8)]
             tasks = [c.whole("x", seed=i, **fields) for i, c in enumerate(callers)]
@@ -116,10 +116,10 @@ REFUSALS: list[tuple[dict[str, Any], ErrorKind, str | None]] = [
 
 
 @pytest.mark.parametrize(("fields", "kind", "field"), REFUSALS)
-def test_what_cannot_be_served_is_refused_by_name(engine, door, fields, kind, field):
+def test_what_cannot_be_served_is_refused_by_name(engine, protocol, fields, kind, field):
     async def main():
-        async with doors(engine) as both:
-            caller = both.callers[door]
+        async with both_protocols(engine) as both:
+            caller = both.callers[protocol]
             other = asyncio.create_task(caller.whole("x", max_tokens=30, **GREEDY))
             error = await refused(caller, **{"prompt": "a prompt", **fields})
             assert (error.kind, error.field) == (kind, field)
@@ -128,11 +128,11 @@ def test_what_cannot_be_served_is_refused_by_name(engine, door, fields, kind, fi
     run(main())
 
 
-def test_a_full_queue_says_when_to_come_again(engine, brake, door):
+def test_a_full_queue_says_when_to_come_again(engine, brake, protocol):
     async def main():
-        async with doors(engine, max_waiting=1) as both:
+        async with both_protocols(engine, max_waiting=1) as both:
             brake.hold()
-            caller = both.callers[door]
+            caller = both.callers[protocol]
             tasks = [
                 asyncio.create_task(caller.whole("x", max_tokens=4, **GREEDY)) for _ in range(5)
             ]
@@ -147,28 +147,28 @@ def test_a_full_queue_says_when_to_come_again(engine, brake, door):
     run(main())
 
 
-def test_a_deadline_that_passes_is_named(engine, brake, door):
+def test_a_deadline_that_passes_is_named(engine, brake, protocol):
     async def main():
         brake.seconds = 0.02
-        async with doors(engine) as both:
-            error = await refused(both.callers[door], max_tokens=400, timeout_s=0.2)
+        async with both_protocols(engine) as both:
+            error = await refused(both.callers[protocol], max_tokens=400, timeout_s=0.2)
             assert error.kind is ErrorKind.DEADLINE
             await both.idle()
 
     run(main())
 
 
-def test_an_id_is_used_once_at_a_time(engine, brake, door):
+def test_an_id_is_used_once_at_a_time(engine, brake, protocol):
     async def main():
-        async with doors(engine) as both:
+        async with both_protocols(engine) as both:
             brake.hold()
-            caller = both.callers[door]
+            caller = both.callers[protocol]
             first = asyncio.create_task(
                 caller.whole("x", max_tokens=4, request_id="mine", **GREEDY)
             )
             while not both.service.loop.num_streams:
                 await asyncio.sleep(0.002)
-            for each in both.callers.values():  # of the same engine, whichever the door
+            for each in both.callers.values():  # of the same engine, whichever the protocol
                 assert (await refused(each, request_id="mine")).kind is ErrorKind.IN_USE
             brake.release()
             await first
@@ -177,12 +177,12 @@ def test_an_id_is_used_once_at_a_time(engine, brake, door):
     run(main())
 
 
-def test_who_leaves_gives_the_pages_back(engine, brake, door):
+def test_who_leaves_gives_the_pages_back(engine, brake, protocol):
     async def main():
         brake.seconds = 0.005
-        async with doors(engine) as both:
+        async with both_protocols(engine) as both:
             before = engine.num_generated
-            source = both.callers[door].deltas("x", max_tokens=400, **GREEDY)
+            source = both.callers[protocol].deltas("x", max_tokens=400, **GREEDY)
             async with contextlib.aclosing(source) as deltas:  # type: ignore[type-var]
                 async for _ in deltas:
                     break
@@ -192,11 +192,11 @@ def test_who_leaves_gives_the_pages_back(engine, brake, door):
     run(main())
 
 
-def test_a_waiting_client_that_leaves_is_forgotten(engine, brake, door):
+def test_a_waiting_client_that_leaves_is_forgotten(engine, brake, protocol):
     async def main():
-        async with doors(engine) as both:
+        async with both_protocols(engine) as both:
             brake.hold()
-            task = asyncio.create_task(both.callers[door].whole("x", max_tokens=400, **GREEDY))
+            task = asyncio.create_task(both.callers[protocol].whole("x", max_tokens=400, **GREEDY))
             while not both.service.loop.num_streams:
                 await asyncio.sleep(0.002)
             task.cancel()
@@ -209,11 +209,11 @@ def test_a_waiting_client_that_leaves_is_forgotten(engine, brake, door):
     run(main())
 
 
-def test_a_draining_server_finishes_what_it_has_and_takes_no_more(engine, brake, door):
+def test_a_draining_server_finishes_what_it_has_and_takes_no_more(engine, brake, protocol):
     async def main():
         brake.seconds = 0.005
-        async with doors(engine) as both:
-            caller = both.callers[door]
+        async with both_protocols(engine) as both:
+            caller = both.callers[protocol]
             assert await caller.is_ready()
             under_way = asyncio.create_task(caller.whole("x", max_tokens=60, **GREEDY))
             while not both.service.loop.num_streams:
@@ -230,12 +230,12 @@ def test_a_draining_server_finishes_what_it_has_and_takes_no_more(engine, brake,
     run(main())
 
 
-def test_a_dead_engine_fails_what_is_under_way_with_its_reason(door):
+def test_a_dead_engine_fails_what_is_under_way_with_its_reason(protocol):
     engine = tiny_engine()[0]
 
     async def main():
-        async with doors(engine) as both:
-            caller = both.callers[door]
+        async with both_protocols(engine) as both:
+            caller = both.callers[protocol]
             source = caller.deltas("x", max_tokens=400, **GREEDY)
             await anext(source)
 
@@ -253,14 +253,14 @@ def test_a_dead_engine_fails_what_is_under_way_with_its_reason(door):
 
 
 @pytest.mark.parametrize("key", [None, "another-key-entirely"])
-def test_without_the_right_key_nobody_comes_in(engine, door, key):
+def test_without_the_right_key_nobody_comes_in(engine, protocol, key):
     async def main():
         keys = ApiKeys([("tests", KEY)])
-        async with doors(engine, keys=keys, key=key) as both:
-            assert (await refused(both.callers[door])).kind is ErrorKind.UNAUTHENTICATED
-            assert await both.callers[door].is_ready(), "probes have no key"
-        async with doors(engine, keys=keys, key=KEY) as both:
-            answer = await both.callers[door].whole("x", max_tokens=3, **GREEDY)
+        async with both_protocols(engine, keys=keys, key=key) as both:
+            assert (await refused(both.callers[protocol])).kind is ErrorKind.UNAUTHENTICATED
+            assert await both.callers[protocol].is_ready(), "probes have no key"
+        async with both_protocols(engine, keys=keys, key=KEY) as both:
+            answer = await both.callers[protocol].whole("x", max_tokens=3, **GREEDY)
             assert answer.num_output_tokens == 3
 
     run(main())
@@ -270,7 +270,7 @@ def test_a_door_says_through_which_one_a_request_came(engine):
     seen: list[GenerationRequest] = []
 
     async def main():
-        async with doors(engine) as both:
+        async with both_protocols(engine) as both:
             submit = both.service.loop.submit
 
             def noting(request, token_ids, **named):
@@ -282,12 +282,12 @@ def test_a_door_says_through_which_one_a_request_came(engine):
                 await caller.whole("x", max_tokens=2, user="me", **GREEDY)
 
     run(main())
-    assert [(r.door, r.user) for r in seen] == [("http", "me"), ("grpc", "me")]
+    assert [(r.protocol, r.user) for r in seen] == [("http", "me"), ("grpc", "me")]
 
 
 def test_both_doors_take_the_same_roles(engine):
     async def main():
-        async with doors(engine) as both:
+        async with both_protocols(engine) as both:
             say = lambda role: [{"role": role, "content": "hello"}]
             for caller in both.callers.values():
                 fields = {"max_tokens": 6, **GREEDY}

@@ -34,7 +34,7 @@ _HEADERS = [
 Batch = list[tuple[int, Delta]]  # (which request, what it brought)
 
 
-class Writer(Protocol):
+class ResponseSerializer(Protocol):
     """How an endpoint writes what its streams bring. `number` counts the requests of the answer."""
 
     def event(self, number: int, stream: Stream, delta: Delta) -> bytes:
@@ -50,7 +50,7 @@ class Writer(Protocol):
         ...
 
 
-class Answer(Response):
+class GenerationResponse(Response):
     """The answer to `requests`: their events as they come, or one JSON body at the end.
 
     All requests are taken or none. Each is cancelled at once when the client leaves, when another
@@ -62,7 +62,7 @@ class Answer(Response):
         self,
         service: Service,
         requests: Sequence[GenerationRequest],
-        writer: Writer,
+        serializer: ResponseSerializer,
         *,
         is_stream: bool,
         field_names: Mapping[str, str],
@@ -70,22 +70,22 @@ class Answer(Response):
         self.background = None
         self._service = service
         self._requests = requests
-        self._writer = writer
+        self._serializer = serializer
         self._is_stream = is_stream
         self._field_names = field_names
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._renamed():
-            streams = await start_all(self._service, self._requests)
+            streams = await submit_all(self._service, self._requests)
         scope["state"]["has_stream"] = True
-        watcher = asyncio.create_task(_watch(receive, streams))
+        watcher = asyncio.create_task(_cancel_on_disconnect(receive, streams))
         try:
             if self._is_stream:
                 await self._send_events(streams, send)
             else:
                 with self._renamed():
                     results = await collect_all(streams)
-                body = self._writer.whole(streams, results)
+                body = self._serializer.whole(streams, results)
                 await json_response(body)(scope, receive, send)
         except ServiceError as error:
             if error.kind is not ErrorKind.CANCELLED or not watcher.done():
@@ -106,11 +106,11 @@ class Answer(Response):
                         has_started = True
                         start = {"type": "http.response.start", "status": 200, "headers": _HEADERS}
                         await send(start)
-                    events = [self._writer.event(i, streams[i], delta) for i, delta in batch]
+                    events = [self._serializer.event(i, streams[i], delta) for i, delta in batch]
                     data = b"".join(events)
                     if data:
                         await send(_body(data))
-            await send(_body(self._writer.last_events(streams) + DONE, is_last=True))
+            await send(_body(self._serializer.last_events(streams) + DONE, is_last=True))
         except ServiceError as error:
             if not has_started:
                 raise
@@ -134,12 +134,12 @@ class Answer(Response):
             ) from error
 
 
-async def start_all(service: Service, requests: Sequence[GenerationRequest]) -> list[Stream]:
+async def submit_all(service: Service, requests: Sequence[GenerationRequest]) -> list[Stream]:
     """Queue all of them, or none and raise why."""
     if len(requests) > 1:
         num_samples = sum(request.params.n for request in requests)
         try:
-            service.loop.check_room(num_samples)
+            service.loop.check_capacity(num_samples)
         except ServiceError as error:
             if error.kind is not ErrorKind.INVALID:
                 raise
@@ -216,7 +216,7 @@ async def _batches_of(number: int, stream: Stream) -> AsyncGenerator[Batch]:
         yield batch
 
 
-async def _watch(receive: Receive, streams: Sequence[Stream]) -> None:
+async def _cancel_on_disconnect(receive: Receive, streams: Sequence[Stream]) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     for stream in streams:

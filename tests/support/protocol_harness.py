@@ -1,4 +1,4 @@
-"""One service behind both doors, and a client of each that speaks of the same things."""
+"""One service behind both protocols, and a client of each that speaks of the same things."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Answered(NamedTuple):
 
 
 class Caller(Protocol):
-    """A client of one door; `fields` are `SamplingParams`' and the service's own."""
+    """A client of one protocol; `fields` are `SamplingParams`' and the service's own."""
 
     async def whole(self, prompt: Any, **fields: Any) -> Answered: ...
 
@@ -144,7 +144,7 @@ class GrpcCaller:
             raise Refused(kind, error.field, error.retry_after_s) from None
 
 
-class Doors(NamedTuple):
+class BothProtocols(NamedTuple):
     service: Service
     health: Health
     callers: dict[str, Caller]
@@ -157,10 +157,10 @@ class Doors(NamedTuple):
 
 
 @contextlib.asynccontextmanager
-async def doors(
+async def both_protocols(
     engine: Engine | Embedder, *, keys: ApiKeys | None = None, key: str | None = None, **limits: Any
-) -> AsyncIterator[Doors]:
-    """One service behind both doors."""
+) -> AsyncIterator[BothProtocols]:
+    """One service behind both protocols."""
     config = ServingConfig(http_port=0, grpc_port=0, limits=LimitsConfig(**limits))
     health = Health()
     metrics = Metrics(health)
@@ -174,7 +174,7 @@ async def doors(
         http = HttpCaller(f"http://127.0.0.1:{await http_server.start()}", key)
         rpc = GrpcCaller(f"127.0.0.1:{await grpc_server.start()}", key)
         try:
-            yield Doors(service, health, {"http": http, "grpc": rpc})
+            yield BothProtocols(service, health, {"http": http, "grpc": rpc})
         finally:
             await http.client.aclose()
             await rpc.client.close()

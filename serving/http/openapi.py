@@ -14,8 +14,8 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from jaxinfer.serving.http.embedding_schema import EmbeddingBody
-from jaxinfer.serving.http.gate import is_guarded
-from jaxinfer.serving.http.openai_schema import (
+from jaxinfer.serving.http.middleware import requires_key
+from jaxinfer.serving.http.request_schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -34,7 +34,7 @@ _SCHEMAS = "#/components/schemas/"
 _REQUEST_ID = {"type": "string", "minLength": 1, "maxLength": 128}
 
 
-def body_of(model: type[BaseModel]) -> dict[str, Any]:
+def request_body_schema(model: type[BaseModel]) -> dict[str, Any]:
     """`openapi_extra` of an endpoint whose body is `model`."""
     schema = {"$ref": _SCHEMAS + model.__name__}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
@@ -59,7 +59,7 @@ def openapi_document(app: FastAPI, model: ModelInfo, *, has_keys: bool) -> dict[
             operation["responses"].pop("422", None)  # here a validation error is a 400
             for response in operation["responses"].values():
                 response["headers"] = {"X-Request-Id": {"schema": _REQUEST_ID, "required": True}}
-            if has_keys and is_guarded(path):
+            if has_keys and requires_key(path):
                 operation["security"] = [{"key": []}]
                 refusal = {"$ref": _SCHEMAS + "ErrorBody"}
                 operation["responses"]["401"] = {

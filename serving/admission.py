@@ -10,7 +10,7 @@ from jaxinfer.serving.config import LimitsConfig
 from jaxinfer.serving.errors import ErrorKind, ServiceError
 
 
-class Places:
+class AdmissionQuota:
     """`num_taken` of `most`."""
 
     def __init__(self, engine: Engine | Replicas | Embedder, limits: LimitsConfig):
@@ -47,12 +47,12 @@ class Places:
         self.num_taken += number
         num_left = number
 
-        def free_one() -> None:
+        def release_one() -> None:
             nonlocal num_left
             num_left -= 1
             self.num_taken -= 1
 
         try:
-            yield free_one
+            yield release_one
         finally:
             self.num_taken -= num_left
