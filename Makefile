@@ -31,7 +31,7 @@ PIP := $(PY) -m pip install --quiet --disable-pip-version-check $(if $(CONSTRAIN
 .PHONY: run serve print-prompt test test-all lint compile-check bench references clean
 
 run: $(VENV)/.run
-	@$(PY) scripts/generate.py --model=demo --config=demo --apply_chat_template \
+	@$(VENV)/bin/jaxinfer generate --model=demo --config=demo --apply_chat_template \
 	    --temperature=0 --prompt="$$PROMPT"
 # As it was typed: make would read a dollar sign, and what follows it, as a variable or a function.
 override PROMPT := $(value PROMPT)
@@ -41,7 +41,7 @@ print-prompt:
 	@printf '%s\n' "$$PROMPT"
 
 serve: $(VENV)/.serve
-	@$(PY) scripts/serve.py --model=demo --config=demo $(SERVE_ARGS)
+	@$(VENV)/bin/jaxinfer serve --model=demo --config=demo $(SERVE_ARGS)
 
 test: $(VENV)/.dev $(LINT)
 	@$(PY) -m pytest -n 2 --dist=worksteal $(PYTEST_ARGS)
@@ -60,10 +60,10 @@ lint: $(VENV)/.dev
 
 # In an environment of its own: with the CUDA plugin installed, a plain `import jax` complains.
 compile-check: $(VENV)-compile/.done
-	@$(VENV)-compile/bin/python scripts/compile_check.py $(COMPILE_ARGS)
+	@$(VENV)-compile/bin/jaxinfer compile-check $(COMPILE_ARGS)
 
 bench: $(VENV)/.parity
-	@$(PY) scripts/bench_offline.py
+	@$(VENV)/bin/jaxinfer bench offline
 
 references: $(VENV)/.parity
 	@$(PY) tests/references/make_references.py

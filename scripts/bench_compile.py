@@ -1,8 +1,8 @@
-"""How long a step of each family takes to trace and to compile on this CPU, beside Llama's."""
+"""Measure tracing and compiling of every family of models: `jaxinfer bench compile`."""
 
-from absl import app
+import sys
 
-from jaxinfer.tools.bench.compile_time import main
+from jaxinfer.cli.main import main
 
 if __name__ == "__main__":
-    app.run(main)
+    sys.exit(main(["bench", "compile", *sys.argv[1:]]))

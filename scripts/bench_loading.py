@@ -1,8 +1,8 @@
-"""How long weights take to the device: one model as GGUF, as safetensors, and converted."""
+"""Measure the loading of weights from each format: `jaxinfer bench loading`."""
 
-from absl import app
+import sys
 
-from jaxinfer.tools.bench.loading import main
+from jaxinfer.cli.main import main
 
 if __name__ == "__main__":
-    app.run(main)
+    sys.exit(main(["bench", "loading", *sys.argv[1:]]))

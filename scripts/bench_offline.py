@@ -1,8 +1,8 @@
-"""Offline speed, beside Hugging Face transformers, in one run on one machine."""
+"""Measure generation beside Hugging Face transformers: `jaxinfer bench offline`."""
 
-from absl import app
+import sys
 
-from jaxinfer.tools.bench.offline import main
+from jaxinfer.cli.main import main
 
 if __name__ == "__main__":
-    app.run(main)
+    sys.exit(main(["bench", "offline", *sys.argv[1:]]))

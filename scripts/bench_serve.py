@@ -1,8 +1,8 @@
-"""A load client for servers of language models, and this project's serving benchmark."""
+"""Measure a server under load: `jaxinfer bench serve`."""
 
-from absl import app
+import sys
 
-from jaxinfer.tools.bench.serve import main
+from jaxinfer.cli.main import main
 
 if __name__ == "__main__":
-    app.run(main)
+    sys.exit(main(["bench", "serve", *sys.argv[1:]]))

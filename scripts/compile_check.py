@@ -1,8 +1,8 @@
-"""The compile gate: every kernel and every preset's whole step, compiled for chips not at hand."""
+"""Compile every kernel and preset for chips that are not at hand: `jaxinfer compile-check`."""
 
-from absl import app
+import sys
 
-from jaxinfer.tools.compile_gate.check import main
+from jaxinfer.cli.main import main
 
 if __name__ == "__main__":
-    app.run(main)
+    sys.exit(main(["compile-check", *sys.argv[1:]]))

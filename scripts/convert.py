@@ -1,8 +1,8 @@
-"""Convert a checkpoint once: parameters as the engine holds them, quantized or not, by Orbax."""
+"""Convert a checkpoint, quantized or not: `jaxinfer convert`."""
 
-from absl import app
+import sys
 
-from jaxinfer.cli.convert import main
+from jaxinfer.cli.main import main
 
 if __name__ == "__main__":
-    app.run(main)
+    sys.exit(main(["convert", *sys.argv[1:]]))

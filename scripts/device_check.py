@@ -1,8 +1,8 @@
-"""The device check: every GPU kernel and the engine on the GPU at hand, in one command."""
+"""Check every GPU kernel and the engine on the GPU at hand: `jaxinfer doctor`."""
 
-from absl import app
+import sys
 
-from jaxinfer.tools.device_check.check import main
+from jaxinfer.cli.main import main
 
 if __name__ == "__main__":
-    app.run(main)
+    sys.exit(main(["doctor", *sys.argv[1:]]))

@@ -1,8 +1,8 @@
-"""Embed texts on this machine with an encoder: BERT, RoBERTa, or a sentence model made of one."""
+"""Embed texts with an encoder: `jaxinfer embed`."""
 
-from absl import app
+import sys
 
-from jaxinfer.cli.embed import main
+from jaxinfer.cli.main import main
 
 if __name__ == "__main__":
-    app.run(main)
+    sys.exit(main(["embed", *sys.argv[1:]]))

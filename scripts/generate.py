@@ -1,8 +1,8 @@
-"""Generate text on this machine: one prompt, a file of prompts, or a conversation."""
+"""Generate text from a prompt, a file of prompts, or a conversation: `jaxinfer generate`."""
 
-from absl import app
+import sys
 
-from jaxinfer.cli.generate import main
+from jaxinfer.cli.main import main
 
 if __name__ == "__main__":
-    app.run(main)
+    sys.exit(main(["generate", *sys.argv[1:]]))

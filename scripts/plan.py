@@ -1,8 +1,8 @@
-"""The planner: does a model fit a target, with how much cache, and how fast could it be at best?"""
+"""Plan a model on chips that are not at hand: `jaxinfer plan`."""
 
-from absl import app
+import sys
 
-from jaxinfer.cli.plan import main, parse_flags
+from jaxinfer.cli.main import main
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=parse_flags)
+    sys.exit(main(["plan", *sys.argv[1:]]))

@@ -1,8 +1,8 @@
-"""Serve a model: gRPC, an HTTP API compatible with OpenAI's, and a page to talk to."""
+"""Serve a model over HTTP and gRPC: `jaxinfer serve`."""
 
-from absl import app
+import sys
 
-from jaxinfer.cli.serve import main
+from jaxinfer.cli.main import main
 
 if __name__ == "__main__":
-    app.run(main)
+    sys.exit(main(["serve", *sys.argv[1:]]))

@@ -1,8 +1,8 @@
-"""Autotuning: the best tiling of every kernel's case, on the device at hand or by a compiler."""
+"""Find the best tilings of the kernels: `jaxinfer tune`."""
 
-from absl import app
+import sys
 
-from jaxinfer.tools.tuner.tune import main
+from jaxinfer.cli.main import main
 
 if __name__ == "__main__":
-    app.run(main)
+    sys.exit(main(["tune", *sys.argv[1:]]))

@@ -1,1 +1,1 @@
-"""The `jaxinfer` command: one file for each subcommand."""
+"""The `jaxinfer` command: `main.py` dispatches, and each subcommand is a module of its own."""

@@ -1,13 +1,14 @@
-"""Convert a checkpoint once: parameters as the engine holds them, quantized or not, by Orbax.
+"""Convert a checkpoint once to the engine's own layout, quantized or not, in Orbax's format.
 
-    python scripts/convert.py --model=PATH --output=DIR --dtype=bfloat16
-    python scripts/convert.py --model=PATH --output=DIR --quantize=int8
-    python scripts/serve.py --model=DIR
+    jaxinfer convert --model=PATH --output=DIR --dtype=bfloat16
+    jaxinfer convert --model=PATH --output=DIR --quantize=int8
+    jaxinfer serve --model=DIR
 
-DIR then stands alone: configuration, tokenizer and generation defaults are copied. It is restored
-on any number of devices, each reading its own part, and in any `dtype`; it appears whole or not at
-all. For a CPU, which runs them dequantized, `--weights=dequantized` starts faster than quantized
-ones. Exit status 2: the checkpoint or the options are of no use, and stderr says why.
+DIR is complete: configuration, tokenizer and generation defaults are copied into it. It can be
+restored in any `dtype` and on any number of devices, each of which reads its own part. The folder
+appears whole or not at all. A CPU computes with dequantized weights, so for a CPU
+`--weights=dequantized` makes starts faster. Exit code 2: the checkpoint or the options cannot be
+used, and stderr says why.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-from absl import app, flags, logging
+from absl import flags
 from tqdm import tqdm
 
 from jaxinfer import CheckpointError, ConfigError, load_config
@@ -34,18 +35,31 @@ _MODEL = flags.DEFINE_string(
 )
 _OUTPUT = flags.DEFINE_string("output", None, "the folder to write", required=True)
 _DTYPE = flags.DEFINE_enum(
-    "dtype", "bfloat16", ["float32", "bfloat16", "float16"], "what is not quantized is stored so"
+    "dtype",
+    "bfloat16",
+    ["float32", "bfloat16", "float16"],
+    "the type of weights that are not quantized",
 )
 _WEIGHTS = flags.DEFINE_enum(
-    "weights", "packed", ["packed", "dequantized"], "how weights that are quantized are stored"
+    "weights", "packed", ["packed", "dequantized"], "how quantized weights are stored"
 )
 _QUANTIZE = flags.DEFINE_enum(
-    "quantize", None, sorted(RECIPES), "quantize products' weights that are not"
+    "quantize",
+    None,
+    sorted(RECIPES),
+    "quantize the weights of matrix products that are not quantized yet",
 )
-_OVERWRITE = flags.DEFINE_bool("overwrite", False, "replace the folder if it is there")
+_OVERWRITE = flags.DEFINE_bool("overwrite", False, "replace the folder if it exists")
+
+
+HELP = {
+    "Model": ("model", "output", "overwrite"),
+    "Weights": ("dtype", "quantize", "weights"),
+}
 
 
 def convert() -> None:
+    """Load the checkpoint and write it converted."""
     output = Path(_OUTPUT.value).expanduser()
     check_output(None, output, overwrite=_OVERWRITE.value)  # before the work, not after it
     start = time.perf_counter()
@@ -55,7 +69,7 @@ def convert() -> None:
         checkpoint, numerics_for(load_config(overrides=[f"dtype={_DTYPE.value}"]))
     )
     units = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
-    # `disable=None`: no bar where stderr is no terminal.
+    # `disable=None`: no bar where stderr is not a terminal.
     with tqdm(total=model.num_bytes, desc="loading", disable=None, **units) as bar:
         weights = load_weights(
             checkpoint,
@@ -79,17 +93,11 @@ def convert() -> None:
 
 
 def main(argv: list[str]) -> int:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    if not FLAGS["verbosity"].present:
-        logging.set_verbosity(logging.WARNING)  # jax reports each platform it does not find
+    """Convert the checkpoint that the flags name, and return an exit code."""
+    del argv
     try:
         convert()
     except (CheckpointError, ConfigError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
-
-
-if __name__ == "__main__":
-    app.run(main)

@@ -1,23 +1,22 @@
-"""Embed texts on this machine with an encoder: BERT, RoBERTa, or a sentence model made of one.
+"""Embed texts on this machine with an encoder: BERT, RoBERTa, or a sentence model built on one.
 
-    python scripts/embed.py --model=PATH --text="A cat sat on the mat" --text="Another text"
-    python scripts/embed.py --model=PATH --texts_file=texts.jsonl --prompt_name=query --truncate
+    jaxinfer embed --model=PATH --text="A cat sat on the mat" --text="Another text"
+    jaxinfer embed --model=PATH --texts_file=texts.jsonl --prompt_name=query --truncate
 
-`--texts_file` holds a JSON string a line, "-" is stdin. stdout gets one JSON object a text, in
-order, and nothing else: index, text, num_tokens, embedding. Pooling, normalization and prompts are
-the checkpoint's where a flag does not say otherwise. All texts or none: one that cannot be embedded
-is named on stderr, and the exit status is 2. `--config=PRESET` and `--set key.path=value` reach
-every option of the engine.
+`--texts_file` names a file with one JSON string on each line; "-" is stdin. stdout gets one JSON
+object for each text, in order, and nothing else: index, text, num_tokens, embedding. Pooling,
+normalization and prompts are the checkpoint's unless a flag says otherwise. Either all texts are
+embedded or none: a text that cannot be is named on stderr, and the exit code is 2.
+`--config=PRESET` and `--set key.path=value` reach every option of the engine.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
-from absl import app, flags, logging
+from absl import flags
 
 from jaxinfer import LLM, CheckpointError, ConfigError, InvalidRequestError, load_config
 from jaxinfer.build import about_weights, need_embedder
@@ -29,19 +28,33 @@ _MODEL = flags.DEFINE_string(
     "model", None, "a Hugging Face directory, a .gguf file, or a hub id", required=True
 )
 _TEXT = flags.DEFINE_multi_string("text", [], "a text; may be repeated")
-_TEXTS_FILE = flags.DEFINE_string("texts_file", None, 'a file with one JSON string a line, or "-"')
-_PROMPT_NAME = flags.DEFINE_string(
-    "prompt_name", None, "the checkpoint's prompt that goes before each text; its default if unset"
+_TEXTS_FILE = flags.DEFINE_string(
+    "texts_file", None, 'a file with one JSON string on each line, or "-"'
 )
-_NORMALIZE = flags.DEFINE_bool("normalize", None, "scale vectors to length 1; or as the checkpoint")
-_DIMENSIONS = flags.DEFINE_integer("dimensions", None, "the first so many numbers of each vector")
+_PROMPT_NAME = flags.DEFINE_string(
+    "prompt_name",
+    None,
+    "name of the checkpoint's prompt to put before each text; its default if unset",
+)
+_NORMALIZE = flags.DEFINE_bool(
+    "normalize", None, "scale vectors to length 1; unset: as the checkpoint says"
+)
+_DIMENSIONS = flags.DEFINE_integer(
+    "dimensions", None, "keep only this many leading components of each vector"
+)
 _TRUNCATE = flags.DEFINE_bool("truncate", False, "cut texts that are too long")
 _CONFIG = flags.DEFINE_string("config", None, "a preset's name or a .toml file")
 _SET = flags.DEFINE_multi_string("set", [], "engine option, key.path=value; may be repeated")
 
+HELP = {
+    "Model": ("model", "config", "set"),
+    "Texts": ("text", "texts_file", "prompt_name", "truncate"),
+    "Vectors": ("dimensions", "normalize"),
+}
+
 
 def read_texts(path: str) -> list[str]:
-    """One JSON string a line; `ValueError` names every line that is none."""
+    """Read one JSON string from each line; `ValueError` names every line that is not one."""
     raw = sys.stdin.read() if path == "-" else Path(path).read_text("utf-8-sig")
     texts, problems = [], []
     for number, line in enumerate(raw.split("\n"), 1):
@@ -62,11 +75,12 @@ def read_texts(path: str) -> list[str]:
 
 
 def print_plan(embedder: Embedder) -> None:
-    """What will run, before its programs are compiled."""
+    """Print what will run, before its programs are compiled."""
     print(f"{embedder.name}: {about_weights(embedder)}", file=sys.stderr)
 
 
 def run() -> int:
+    """Load the encoder and print a vector for each text; the return value is an exit code."""
     if bool(_TEXT.value) == (_TEXTS_FILE.value is not None):
         raise ValueError("give either --text or --texts_file")
     texts = _TEXT.value or read_texts(_TEXTS_FILE.value or "")
@@ -74,8 +88,8 @@ def run() -> int:
     llm = LLM(
         _MODEL.value or "", config, on_loaded=lambda loaded: print_plan(need_embedder(loaded))
     )
-    named = {"prompt_name": _PROMPT_NAME.value, "truncate": _TRUNCATE.value}
-    all_ids = encode_texts(llm.embedder, texts, **named)
+    options = {"prompt_name": _PROMPT_NAME.value, "truncate": _TRUNCATE.value}
+    all_ids = encode_texts(llm.embedder, texts, **options)
     vectors = llm.embed(all_ids, normalize=_NORMALIZE.value, dimensions=_DIMENSIONS.value)
     for index, (text, ids, vector) in enumerate(zip(texts, all_ids, vectors, strict=True)):
         row = {"index": index, "text": text, "num_tokens": len(ids)}
@@ -84,21 +98,12 @@ def run() -> int:
 
 
 def main(argv: list[str]) -> int:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    if not FLAGS["verbosity"].present:
-        logging.set_verbosity(logging.WARNING)  # jax reports each platform it does not find
+    """Embed the texts that the flags give, and return an exit code."""
+    del argv
     try:
         return run()
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # whoever read our output has left
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except BrokenPipeError:  # an OSError that is no fault of the options
+        raise
     except (CheckpointError, ConfigError, InvalidRequestError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-
-
-if __name__ == "__main__":
-    app.run(main)

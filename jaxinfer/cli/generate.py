@@ -1,22 +1,22 @@
-"""Generate text on this machine: one prompt, a file of prompts, or a conversation.
+"""Generate text on this machine from a prompt, a file of prompts, or a conversation.
 
-    python scripts/generate.py --model=demo --config=demo --prompt="The sky is" --temperature=0
-    python scripts/generate.py --model=PATH --prompts_file=prompts.jsonl --format=jsonl
-    python scripts/generate.py --model=demo --config=demo --chat --temperature=0
+    jaxinfer generate --model=demo --config=demo --prompt="The sky is" --temperature=0
+    jaxinfer generate --model=PATH --prompts_file=prompts.jsonl --format=jsonl
+    jaxinfer generate --model=demo --config=demo --chat --temperature=0
 
-Every field of `SamplingParams` has a flag; one that is not given takes the checkpoint's default,
+Every field of `SamplingParams` has a flag. A flag that is not given takes the checkpoint's default,
 then the field's own. `--config=PRESET` and `--set key.path=value` reach every engine option. The
 plan, progress and figures go to stderr, so that with `--format=jsonl` stdout holds one JSON object
-a prompt and nothing else: prompt, prompt_token_ids, token_ids, text, finish_reason. A prompt that
-is refused gets `error` in place of the last three, the others run, and the exit status is 1.
-On several hosts each runs this script, with the flags of `host_flags.py`; process 0 prints.
+for each prompt and nothing else: prompt, prompt_token_ids, token_ids, text, finish_reason. A prompt
+that is refused gets `error` in place of the last three, the others run, and the exit code is 1.
+On several hosts run the same command on each, with `--distributed` or `--coordinator`; process 0
+prints.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import resource
 import sys
 import time
@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from absl import app, flags, logging
+from absl import flags
 
 from jaxinfer import (
     LLM,
@@ -38,7 +38,7 @@ from jaxinfer import (
 )
 from jaxinfer.build import about_cache, about_mesh, about_weights, need_engine
 from jaxinfer.cli import host_flags
-from jaxinfer.cli.host_flags import follow_process_0, joined
+from jaxinfer.cli.host_flags import follow_process_0, process_group
 from jaxinfer.parallel.hosts import HostsError, Peers
 from jaxinfer.parallel.replicas import replicas_of
 
@@ -47,9 +47,11 @@ flags.adopt_module_key_flags(host_flags)  # --help shows them
 _MODEL = flags.DEFINE_string(
     "model", "demo", '"demo", a .gguf file, a Hugging Face directory, or a hub id'
 )
-_PROMPT = flags.DEFINE_string("prompt", None, "the prompt, completed as it stands")
-_PROMPTS_FILE = flags.DEFINE_string("prompts_file", None, "a file with one JSON string a line")
-_CHAT = flags.DEFINE_bool("chat", False, "talk to the model: /reset starts over, /exit leaves")
+_PROMPT = flags.DEFINE_string("prompt", None, "the prompt, completed as it is")
+_PROMPTS_FILE = flags.DEFINE_string(
+    "prompts_file", None, "a file with one JSON string on each line"
+)
+_CHAT = flags.DEFINE_bool("chat", False, "talk to the model: /reset starts over, /exit ends it")
 _TEMPLATE = flags.DEFINE_bool(
     "apply_chat_template", False, "wrap each prompt as a user's message in the chat template"
 )
@@ -57,11 +59,19 @@ _FORMAT = flags.DEFINE_enum("format", "text", ["text", "jsonl"], "what is printe
 _CONFIG = flags.DEFINE_string("config", None, "a preset's name or a .toml file")
 _SET = flags.DEFINE_multi_string("set", [], "engine option, key.path=value; may be repeated")
 _LOAD_FORMAT = flags.DEFINE_enum(
-    "load_format", None, ["auto", "random"], "random: a configuration will do, weights are drawn"
+    "load_format",
+    None,
+    ["auto", "random"],
+    "random: draw random weights; only a configuration is needed",
 )
 
 _HELP = {
     "temperature": "0: greedy",
+    "max_tokens": "the most tokens to generate",
+    "n": "samples of each prompt",
+    "seed": "the seed of the request's random numbers",
+    "top_k": "sample from the k likeliest tokens",
+    "top_p": "sample from the likeliest tokens that together have this probability",
     "logit_bias": 'a JSON object, {"token id": bias}',
     "allowed_token_ids": "comma-separated token ids",
     "stop_token_ids": "comma-separated token ids",
@@ -71,10 +81,10 @@ _HELP = {
 
 
 def _define_sampling_flags() -> None:
-    """One flag a field, None unless given."""
+    """Define a flag for each field of `SamplingParams`; its value is None unless given."""
     for field in dataclasses.fields(SamplingParams):
         name, kind = field.name, str(field.type)
-        text = f"SamplingParams.{name}" + (f": {_HELP[name]}" if name in _HELP else "")
+        text = _HELP.get(name, f"see SamplingParams.{name}")
         if "bool" in kind:
             flags.DEFINE_bool(name, None, text)
         elif "float" in kind and "Mapping" not in kind:
@@ -90,10 +100,16 @@ def _define_sampling_flags() -> None:
 
 
 _define_sampling_flags()
+HELP = {
+    "Model": ("model", "config", "set", "load_format"),
+    "Input and output": ("prompt", "prompts_file", "chat", "apply_chat_template", "format"),
+    "Sampling": ("temperature", "max_tokens", "top_p", "top_k", "seed", "stop", "n", "logprobs"),
+    "Several devices": host_flags.HELP,
+}
 
 
 def sampling_changes() -> dict[str, Any]:
-    """The fields of `SamplingParams` given as flags."""
+    """Return the fields of `SamplingParams` that are given as flags."""
     changes: dict[str, Any] = {}
     for field in dataclasses.fields(SamplingParams):
         value = FLAGS[field.name].value
@@ -111,7 +127,7 @@ def sampling_changes() -> dict[str, Any]:
 
 
 def read_prompts(path: str) -> list[str]:
-    """One JSON string a line; `ValueError` names every line that is none."""
+    """Read one JSON string from each line; `ValueError` names every line that is not one."""
     prompts, problems = [], []
     try:
         text = Path(path).read_text("utf-8-sig")
@@ -135,18 +151,18 @@ def read_prompts(path: str) -> list[str]:
 
 
 def check_and_print_plan(loaded: Any) -> None:
-    """Before minutes of compiling."""
+    """Refuse a model that cannot generate from texts, and print the plan, before compiling."""
     engine = need_engine(loaded)
     if engine.tokenizer is None:
         raise CheckpointError(
-            f"{engine.name} has no tokenizer, and this script takes texts: put a tokenizer's files "
-            "beside its config.json, or give token ids to LLM.generate in Python"
+            f"{engine.name} has no tokenizer, and this command takes texts: put the files of one "
+            "next to its config.json, or give token ids to LLM.generate in Python"
         )
     print_plan(engine)
 
 
 def print_plan(engine: Engine | Replicas) -> None:
-    """What will run, before its programs are compiled."""
+    """Print what will run, before its programs are compiled."""
     model, config = engine.model, engine.config
     lines = {
         "model": f"{engine.name} ({model.family.name}), computed as {model.numerics.dtype.name}",
@@ -163,12 +179,13 @@ def print_plan(engine: Engine | Replicas) -> None:
 
 
 def peak_memory_mib() -> float:
+    """Return the most memory that this process has had, in MiB."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
 
 
 def stream_one(llm: LLM, prompt: str | list[int], params: SamplingParams) -> str:
-    """Print an answer as it arrives, then its figures on stderr."""
+    """Print an answer as it arrives, then its figures on stderr, and return the answer."""
     num_before = llm.engine.num_generated
     start, first = time.perf_counter(), None
     pieces = []
@@ -190,9 +207,9 @@ def stream_one(llm: LLM, prompt: str | list[int], params: SamplingParams) -> str
 
 
 def chat(llm: LLM, params: SamplingParams) -> None:
-    """A conversation on the terminal; Ctrl-C stops an answer, end of input leaves."""
+    """Hold a conversation in the terminal; Ctrl-C stops an answer, the end of input ends it."""
     messages: list[Mapping[str, str]] = []
-    print("Say something; /reset starts over, /exit leaves.", file=sys.stderr)
+    print("Say something; /reset starts over, /exit ends it.", file=sys.stderr)
     while True:
         try:
             print("> ", end="", file=sys.stderr, flush=True)
@@ -207,10 +224,10 @@ def chat(llm: LLM, params: SamplingParams) -> None:
             continue
         if not line.strip():
             continue
-        asked = [*messages, {"role": "user", "content": line}]
+        question = [*messages, {"role": "user", "content": line}]
         try:
-            answer = stream_one(llm, llm.tokenizer.encode_chat(asked), params)
-            messages = [*asked, {"role": "assistant", "content": answer}]
+            answer = stream_one(llm, llm.tokenizer.encode_chat(question), params)
+            messages = [*question, {"role": "assistant", "content": answer}]
         except KeyboardInterrupt:
             print("\n(stopped; the question is forgotten)", file=sys.stderr)
         except ValueError as error:
@@ -222,6 +239,8 @@ def _logprobs(entries: Any) -> Any:
 
 
 def as_json(prompt: str, output: Output) -> dict[str, Any]:
+    """Return the JSON object that `--format=jsonl` prints for a prompt."""
+
     def sample(completion: Completion) -> dict[str, Any]:
         fields: dict[str, Any] = {
             "token_ids": completion.token_ids,
@@ -242,7 +261,7 @@ def as_json(prompt: str, output: Output) -> dict[str, Any]:
 
 
 def run_prompts(llm: LLM, prompts: list[str], params: SamplingParams) -> int:
-    """All prompts together; the number of refused ones."""
+    """Answer all prompts together, and return the number of those that were refused."""
     results: list[dict[str, Any]] = []
     accepted: list[tuple[int, list[int]]] = []
     for prompt in prompts:
@@ -276,12 +295,14 @@ def run_prompts(llm: LLM, prompts: list[str], params: SamplingParams) -> int:
 
 
 def encode(llm: LLM, prompt: str) -> list[int]:
+    """Return the token ids of a prompt, by the chat template where `--apply_chat_template`."""
     if _TEMPLATE.value:
         return llm.tokenizer.encode_chat([{"role": "user", "content": prompt}])
     return llm.tokenizer.encode(prompt)
 
 
 def run(peers: Peers) -> int:
+    """Check the flags, load the model, and answer; the return value is an exit code."""
     chosen = [_PROMPT.value is not None, bool(_PROMPTS_FILE.value), _CHAT.value]
     if sum(chosen) != 1:
         raise ValueError("give one of --prompt, --prompts_file and --chat")
@@ -318,22 +339,13 @@ def run(peers: Peers) -> int:
 
 
 def main(argv: list[str]) -> int:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    if not FLAGS["verbosity"].present:
-        logging.set_verbosity(logging.WARNING)  # jax reports each platform it does not find
+    """Generate what the flags ask for, and return an exit code."""
+    del argv
     try:
-        with joined() as peers:
+        with process_group() as peers:
             return run(peers)
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # whoever read our output has left
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except BrokenPipeError:  # an OSError that is no fault of the options
+        raise
     except (CheckpointError, HostsError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-
-
-if __name__ == "__main__":
-    app.run(main)

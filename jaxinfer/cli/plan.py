@@ -1,19 +1,20 @@
-"""The planner: does a model fit a target, with how much cache, and how fast could it be at best?
+"""Plan a model on a target: whether it fits, with how much cache, and its speed at best.
 
-    python scripts/plan.py --model=llama31_70b --target=v5e:4x4 --mesh=tensor=16 --context=8192
-    python scripts/plan.py --model=PATH --target=h100:8 --search
+    jaxinfer plan --model=llama31_70b --target=v5e:4x4 --mesh=tensor=16 --context=8192
+    jaxinfer plan --model=PATH --target=h100:8 --search
 
 The step of the engine is compiled for the target by its real compiler, on a CPU and without a
-device, in the environment that `make compile-check` makes (.venv-compile); `--target=cpu:8` needs
-no compiler, and is there to try it. Printed are the bytes on a device, the collectives of a step,
-the tokens of cache, and the roofline of a decode step and of a prefill chunk
-(`planner/roofline.py` has the formula, `targets/` the chips). What is being compiled is said on
-stderr. Exits with 0 where it fits, with 1 where it does not (of a search: where nothing does), and
-with 2 where nothing could be planned: wrong options, no such model, no compiler.
+device, in the environment that `make compile-check` makes (.venv-compile). `--target=cpu:8` needs
+no such compiler, to try the planner. The plan tells the bytes on a device, the collectives of a
+step, the tokens of cache, and the roofline of a decode step and of a prefill chunk
+(`tools/planner/roofline.py` has the formula, `tools/targets/` the chips). stderr tells what is
+being compiled. Exit code 0: the model fits. Exit code 1: it does not; of a search, nothing does.
+Exit code 2: nothing could be planned, because of wrong options, a missing model, or a missing
+compiler.
 
-`--search` tries the meshes that divide the model and the quantizations (of `--quant`, a `quantize`
-that is set, or one of the preset or checkpoint, that one alone), by arithmetic, and compiles the
-cheapest few.
+`--search` tries the meshes that divide the model and the quantizations by arithmetic, and compiles
+the cheapest few. Where `--quant`, the option `quantize`, the preset or the checkpoint sets a
+quantization, only that one is tried.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 
-from jaxinfer.tools.compile_gate.matrix import Target, load_matrix
+from jaxinfer.tools.compile_gate.matrix import Target, load_matrix, target_names
 from jaxinfer.tools.compile_gate.run import ENVIRONMENT
 
-# Before JAX is imported: no device is looked for.
+# Before a compiler is loaded, which reads them.
 os.environ.update({name: value for name, value in ENVIRONMENT.items() if value is not None})
 os.environ.pop("TRITON_INTERPRET", None)
 
@@ -60,31 +61,42 @@ FLAGS = flags.FLAGS
 MODEL = flags.DEFINE_string(
     "model",
     None,
-    "[models] of compile_matrix.toml, a directory, a config.json, a .gguf file, a hub id, or demo.",
+    "a name of [models] in compile_gate/matrix.toml, a preset, a directory, a config.json, a .gguf "
+    "file, a hub id, or demo",
 )
 TARGET = flags.DEFINE_string(
-    "target", None, "A chip of jaxinfer/tools/targets and its topology: v5e:4x4."
+    "target", None, f"chip and topology, as v5e:4x4 or h100:8; chips: {', '.join(target_names())}"
 )
-MESH = flags.DEFINE_string("mesh", "", "Sizes of the mesh's axes, as pipe=2,tensor=8.")
-QUANT = flags.DEFINE_string("quant", None, f"Weights: none, {', '.join(RECIPES)}.")
+MESH = flags.DEFINE_string("mesh", "", "sizes of the mesh's axes, as pipe=2,tensor=8")
+QUANT = flags.DEFINE_string("quant", None, f"quantization of weights: none, {', '.join(RECIPES)}")
 CONTEXT = flags.DEFINE_integer(
-    "context", None, "Tokens of a request, prompt and output; by default the most, up to 8192."
+    "context",
+    None,
+    "tokens of a request, prompt and output; by default the model's limit, 8192 at most",
 )
-ROWS = flags.DEFINE_integer("rows", None, "Requests at once, at most; 64 without a preset.")
-CHUNK = flags.DEFINE_integer("chunk", None, "Tokens of a step, at most; 1024 without a preset.")
-CONFIG = flags.DEFINE_string("config", None, "A preset or a .toml file to start from.")
-SET = flags.DEFINE_multi_string("set", [], "Engine option, key.path=value; may be repeated.")
-WHOLE = flags.DEFINE_boolean("whole", True, "Compile all layers; else a few, and arithmetic.")
-SEARCH = flags.DEFINE_boolean("search", False, "Try meshes and, where none is set, quantizations.")
+ROWS = flags.DEFINE_integer("rows", None, "the most requests at once; 64 without a preset")
+CHUNK = flags.DEFINE_integer("chunk", None, "the most tokens of a step; 1024 without a preset")
+CONFIG = flags.DEFINE_string("config", None, "a preset's name or a .toml file")
+SET = flags.DEFINE_multi_string("set", [], "engine option, key.path=value; may be repeated")
+WHOLE = flags.DEFINE_boolean("whole", True, "compile all layers; otherwise a few, and extrapolate")
+SEARCH = flags.DEFINE_boolean("search", False, "try meshes and, where none is set, quantizations")
 COMPILED = flags.DEFINE_integer(
-    "compiled", 3, "In a search: compile until so many fit.", lower_bound=1
+    "compiled", 3, "in a search: compile until this many fit", lower_bound=1
 )
-JSON = flags.DEFINE_string("json", None, "Also write everything that was found to this file.")
+JSON = flags.DEFINE_string("json", None, "also write all findings to this file")
+
+HELP = {
+    "Model": ("model", "config", "set", "quant"),
+    "Target": ("target", "mesh", "search", "compiled"),
+    "Load": ("context", "rows", "chunk"),
+    "Output": ("whole", "json"),
+}
 
 MODULES = {"tpu": ("libtpu",), "gpu": ("jax_plugins.xla_cuda12",), "cpu": ()}
 
 
 def asked() -> Asked:
+    """Return what the flags ask for."""
     return Asked(
         CONFIG.value,
         MESH.value,
@@ -98,7 +110,7 @@ def asked() -> Asked:
 
 
 def need_compiler(target: Target) -> None:
-    """`ValueError`, with what to do, where the target's compiler is not installed."""
+    """Raise `ValueError`, with what to do, where the target's compiler is not installed."""
     for module in MODULES[target.platform]:
         try:
             is_there = importlib.util.find_spec(module) is not None
@@ -106,17 +118,20 @@ def need_compiler(target: Target) -> None:
             is_there = False
         if not is_there:
             raise ValueError(
-                f"plans for {target.name} need its compiler, which is not installed here: run "
-                "`make compile-check` once, then .venv-compile/bin/python scripts/plan.py"
+                f"plans for {target.name} need its compiler, and {module} is not installed: in a "
+                "clone run `make compile-check` once, then .venv-compile/bin/jaxinfer plan"
             )
 
 
 def main(argv: list[str]) -> int:
+    """Plan what the flags ask for, print the plan, and return an exit code."""
+    jax.config.update("jax_platforms", "cpu")  # no device is looked for
+    jax.config.update("jax_enable_compilation_cache", False)
     try:
         name, target_name = check_flags(argv[1:])
         target = target_of(target_name)
         matrix = load_matrix()
-        if name in matrix["presets"]:  # its model, and its config unless another is given
+        if name in matrix["presets"]:  # the preset's model, and its config unless another is given
             FLAGS["config"].value = CONFIG.value or name
             name = matrix["presets"][name]["model"]
         model = find_model(name, matrix["models"])
@@ -135,7 +150,7 @@ def main(argv: list[str]) -> int:
             f"the sizes are beyond what can be planned ({error or type(error).__name__}): a number "
             "of the model's configuration, --rows, --chunk or --set is likely wrong"
         )
-    except NotImplementedError as error:  # of every backend of an operator
+    except NotImplementedError as error:  # every backend of an operator declined
         return refuse(" ".join(str(error).split()))
     except jax.errors.JaxRuntimeError as error:
         return refuse(f"the compiler refused a step of the plan: {first_reason(error)}")
@@ -143,7 +158,7 @@ def main(argv: list[str]) -> int:
 
 
 def check_flags(others: list[str]) -> tuple[str, str]:
-    """The model and the target; `ValueError` for what can be told before anything is read."""
+    """Return the model and the target; `ValueError` for flags that are wrong by themselves."""
     if others:
         raise ValueError(f"unexpected arguments: {' '.join(others)}")
     if not MODEL.value or not TARGET.value:
@@ -163,20 +178,13 @@ def check_flags(others: list[str]) -> tuple[str, str]:
 
 
 def refuse(why: str) -> int:
-    print(f"plan: {why}", file=sys.stderr)
+    """Say on stderr why nothing was planned, and return the exit code for that."""
+    print(f"error: {why}", file=sys.stderr)
     return 2
 
 
-def parse_flags(argv: list[str]) -> list[str]:
-    """As absl does, but a wrong flag is one line and exit code 2."""
-    try:
-        return FLAGS(argv)
-    except flags.Error as error:
-        sys.exit(refuse(str(error)))
-
-
 def run(chip: Chip, model: Named, config: EngineConfig) -> tuple[str, Any, bool]:
-    """What to print, what to write, and whether anything fits."""
+    """Return the text to print, the JSON to write, and whether anything fits."""
     context = context_of(model, config, asked())
     if SEARCH.value:
         kinds = kinds_of(asked(), config)
@@ -186,7 +194,3 @@ def run(chip: Chip, model: Named, config: EngineConfig) -> tuple[str, Any, bool]
     program = step_program(chip, model, config)
     plan = make_plan(program, context, is_whole=WHOLE.value)
     return as_text(program, context, plan), as_json(program, context, plan), plan.fits
-
-
-if __name__ == "__main__":
-    app.run(main, flags_parser=parse_flags)

@@ -144,4 +144,4 @@ def test_the_script_needs_a_tokenizer_before_it_compiles(tmp_path):
         [sys.executable, "scripts/generate.py", *flags], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 2 and "compiling" not in done.stderr
-    assert "has no tokenizer, and this script takes texts" in done.stderr
+    assert "has no tokenizer, and this command takes texts" in done.stderr

@@ -8,6 +8,7 @@ import sys
 import nbformat
 import pytest
 
+from jaxinfer.cli.commands import find_command
 from tests.support.paths import ROOT
 
 DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -98,10 +99,12 @@ def test_links_between_documents_lead_somewhere():
 
 
 def test_make_targets_name_what_exists():
-    """`make run`, `make bench` and the rest call scripts and presets that are there."""
+    """`make run`, `make bench` and the rest call subcommands and presets that exist."""
     makefile = (ROOT / "Makefile").read_text("utf-8")
-    for script in re.findall(r"scripts/\w+\.py", makefile):
-        assert (ROOT / script).exists(), script
+    assert not re.findall(r"scripts/\w+\.py", makefile)
+    commands = re.findall(r"/bin/jaxinfer ([a-z -]+?)(?= --| \$|$)", makefile, re.M)
+    assert {find_command(command.split())[0] for command in commands} == set(commands)
+    assert {"generate", "serve", "bench offline", "compile-check"} <= set(commands)
     for preset in re.findall(r"--config=(\w+)", makefile):
         assert (ROOT / "configs" / f"{preset}.toml").exists(), preset
     targets = ["run", "serve", "test", "bench"]

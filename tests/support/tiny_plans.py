@@ -175,6 +175,7 @@ def run(*args: str) -> subprocess.CompletedProcess[str]:
 CHILD = """
 import contextlib, io, json, sys
 from jaxinfer.cli import plan
+from jaxinfer.cli.main import parse_flags
 from absl.testing import flagsaver
 
 for flag in json.loads(sys.argv[1]):
@@ -182,7 +183,7 @@ for flag in json.loads(sys.argv[1]):
     with flagsaver.flagsaver(), contextlib.redirect_stderr(said):
         try:
             given = ["plan", "--model=llama31_70b", "--target=cpu:2", "--search", flag]
-            code = plan.main(plan.parse_flags(given))
+            code = plan.main(parse_flags(given))
         except SystemExit as leaving:
             code = leaving.code
     print(json.dumps([code, said.getvalue()]))

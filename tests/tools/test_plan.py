@@ -367,6 +367,6 @@ def test_the_script_answers_what_is_wrong_in_a_line_and_leaves_with_2(tmp_path):
     paths["overlapped"].write_text(f"--model={paths['tiny']}\n{overlapped}")
     flags = [flag.format(**paths) for flag in WRONG]
     for (code, said), flag, reason in zip(answers_to(flags), flags, WRONG.values(), strict=True):
-        lines = [line for line in said.splitlines() if line.startswith("plan: ")]
+        lines = [line for line in said.splitlines() if line.startswith("error: ")]
         assert code == 2 and len(lines) == 1 and reason in lines[0], (flag, said)
         assert ("compiling" in said) == ("declined" in flag), (flag, said)

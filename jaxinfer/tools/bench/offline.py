@@ -248,7 +248,8 @@ def startup(bench: Bench) -> list[Measure]:
     command = [
         sys.executable,
         "-m",
-        "jaxinfer.cli.generate",
+        "jaxinfer",
+        "generate",
         "--model=demo",
         "--config=demo",
         "--temperature=0",

@@ -90,9 +90,8 @@ class Server(_Process):
     def __init__(self, model: str, preset: str | None, settings: Sequence[str], log: Path):
         arguments = [f"--model={model}", "--http_port=0", "--grpc_port=0"]
         arguments += [f"--config={preset}"] if preset else []
-        super().__init__(
-            "jaxinfer.cli.serve", [*arguments, *(f"--set={text}" for text in settings)], log
-        )
+        arguments += [f"--set={text}" for text in settings]
+        super().__init__("jaxinfer", ["serve", *arguments], log)
         try:
             ready = self.answer(START_TIMEOUT_S)
             self.http, self.grpc = str(ready["http"]), str(ready["grpc"])
