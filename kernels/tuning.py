@@ -1,6 +1,6 @@
 """Tilings: a frozen dataclass an operator's backend, with a heuristic, and measured values as data.
 
-`kernels/tuned/<device kind>.json` holds what `scripts/tune_kernels.py` found on a device, by
+`kernels/tuned/<device kind>.json` holds what `jaxinfer tune` found on a device, by
 operator, backend and key (the shapes and types that the choice depends on, as text):
 
     {"paged_attention/gpu": {

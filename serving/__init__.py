@@ -1,6 +1,6 @@
 """The server around an engine: gRPC and OpenAI-compatible HTTP over one engine loop.
 
-scripts/serve.py -> process -> grpc_server, http -> service -> loop -> Engine
+jaxinfer serve -> process -> grpc_server, http -> service -> loop -> Engine
 
 `Client` and `AsyncClient` talk to its gRPC door.
 """

@@ -26,7 +26,7 @@ def open_checkpoint(source: str | Path, *, needs_weights: bool = True) -> Checkp
     """Open a checkpoint; headers are read and checked, tensors stay on disk until asked for.
 
     `source` is a `.gguf` file (any shard of a split one), a Hugging Face directory, a directory
-    that `scripts/convert.py` wrote, a directory that holds one GGUF model and no safetensors,
+    that `jaxinfer convert` wrote, a directory that holds one GGUF model and no safetensors,
     "demo" (the demo model, fetched if it is not in the cache), or a hub id "organisation/name"
     where no such path exists. Without `needs_weights` (random ones will do) also a directory with
     a `config.json` alone, or such a `.json` file. `CheckpointError` otherwise.

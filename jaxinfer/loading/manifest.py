@@ -19,7 +19,7 @@ from jaxinfer.models.functional import FunctionalModel, ParameterSpec
 from jaxinfer.nn.quantized import Quantized, QuantPair, QuantWeight
 
 QUANTIZED_CLASSES = {cls.__name__: cls for cls in get_args(Quantized)}
-CONVERT_AGAIN = "convert the model again with scripts/convert.py --overwrite"
+CONVERT_AGAIN = "convert the model again with jaxinfer convert --overwrite"
 
 
 def encoded(value: Any) -> Any:

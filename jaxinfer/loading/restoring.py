@@ -59,7 +59,7 @@ def restore(
     if quantize not in (None, quantization):
         raise CheckpointError(
             f"{directory}: was converted with quantize={quantization}; quantize={quantize} needs "
-            f"another conversion: scripts/convert.py --quantize={quantize}"
+            f"another conversion: jaxinfer convert --quantize={quantize}"
         )
     found = checked(directory / MANIFEST_FILE, parameters, model)
     entries = {spec.path: entry for spec, entry in found}

@@ -1,4 +1,4 @@
-"""scripts/embed.py: a JSON object a text, or an error that names the text."""
+"""`jaxinfer embed`: a JSON object a text, or an error that names the text."""
 
 import json
 import subprocess

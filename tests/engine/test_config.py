@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxinfer
+from jaxinfer.cli.commands import COMMANDS
 from jaxinfer.config import (
     CacheConfig,
     EngineConfig,
@@ -266,9 +267,9 @@ def test_every_preset_loads_and_opens_with_the_command_that_runs_it(path):
             break
         comment.append(line)
     text = "\n".join(comment)
-    assert len(comment) >= 2 and re.search(r"\bmake \w+|python scripts/\w+\.py", text), text
-    for script in re.findall(r"scripts/\w+\.py", text):
-        assert (CONFIGS.parent / script).is_file(), f"{path.name} names {script}"
+    assert len(comment) >= 2 and re.search(r"\bmake \w+|jaxinfer \w+ --", text), text
+    for command in re.findall(r"^#   jaxinfer ([a-z -]+?) --", text, re.M):
+        assert command in COMMANDS, f"{path.name} names jaxinfer {command}"
     assert re.search("hardware", text, re.IGNORECASE), "and the hardware it is meant for"
 
 

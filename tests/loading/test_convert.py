@@ -1,4 +1,4 @@
-"""scripts/convert.py: a folder that serves, and refusals that say why."""
+"""`jaxinfer convert`: a folder that serves, and refusals that say why."""
 
 from __future__ import annotations
 

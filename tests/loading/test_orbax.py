@@ -293,7 +293,7 @@ def test_progress_adds_up_to_the_bytes(converted):
 def refused(directory: Path) -> str:
     with pytest.raises(CheckpointError) as caught:
         restore(directory)
-    assert "scripts/convert.py" in str(caught.value)
+    assert "jaxinfer convert" in str(caught.value)
     return str(caught.value)
 
 

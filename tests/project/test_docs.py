@@ -17,11 +17,11 @@ DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").gl
 # `make` target is run by CI, or by the test named here.
 NOT_HERE = {
     "make test": "the suite itself",
-    "make serve": "test_serve_process.py runs the script, and serving.md's example",
+    "make serve": "test_serve_process.py runs the subcommand, and serving.md's example",
     "make run": "test_make_targets_name_what_exists, and test_smollm2.py runs the script",
     "make .venv/.dev": "the environment that this test runs in",
     "make bench": "minutes of measuring; test_bench.py runs its cases in small",
-    "scripts/bench_offline.py": "the same",
+    "jaxinfer bench offline": "the same",
 }
 
 
@@ -35,6 +35,7 @@ def blocks(language: str) -> list:
 
 
 def in_this_environment(command: str) -> str:
+    command = command.replace(".venv/bin/jaxinfer", f"{sys.executable} -m jaxinfer")
     return command.replace(".venv/bin/python", sys.executable)
 
 
@@ -45,9 +46,9 @@ def test_every_command_in_the_documents_runs(block, tmp_path):
     wanted = [line for line in lines if line and not any(skip in line for skip in NOT_HERE)]
     if not wanted:
         return
-    bare = [line for line in wanted if line.startswith("python")]
-    assert not bare, f"{bare} runs on whatever `python` is first on the PATH: say .venv/bin/python"
-    script = "\n".join(wanted).replace("scripts/", f"{ROOT}/scripts/")
+    bare = [line for line in wanted if line.startswith(("python", "jaxinfer"))]
+    assert not bare, f"{bare} runs what is first on the PATH: say .venv/bin/python"
+    script = "\n".join(wanted)
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", in_this_environment(script)],
         cwd=tmp_path,

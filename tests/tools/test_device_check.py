@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxinfer.cli.commands import COMMANDS
 from jaxinfer.kernels.dispatch import dispatch
 from tests.support.paths import ROOT
 from tests.support.triton_bench import needs_triton
@@ -368,13 +369,11 @@ def test_it_rehearses_on_a_cpu(tmp_path):
 
 def test_the_commands_of_the_documents_have_the_options_they_use():
     text = (ROOT / "docs" / "kernels.md").read_text("utf-8")
-    commands = re.findall(r"^\s*(?:make compile-check|python (scripts/\w+\.py))(.*)$", text, re.M)
-    assert {script for script, _ in commands} >= {
-        "scripts/device_check.py",
-        "scripts/tune_kernels.py",
-    }
-    for script, rest in commands:
-        path = ROOT / (script or "scripts/compile_check.py")
+    pattern = r"^ +(?:make|jaxinfer) (compile-check|tune|doctor)\b(.*)$"
+    commands = re.findall(pattern, text, re.M)
+    assert {name for name, _ in commands} == {"compile-check", "doctor", "tune"}
+    for name, rest in commands:
+        path = ROOT / f"{COMMANDS[name].module.replace('.', '/')}.py"
         source = path.read_text("utf-8")
         for option in re.findall(r"--(\w+)", rest):
             assert f'"{option}"' in source or f'"{option.removeprefix("no")}"' in source, option

@@ -1,6 +1,6 @@
 """How long a step of each family takes to trace and to compile on this CPU, beside Llama's.
 
-    python scripts/bench_compile.py [--families=qwen3,gemma2] [--layers=32] [--repeats=2]
+    jaxinfer bench compile [--families=qwen3,gemma2] [--layers=32] [--repeats=2]
 
 Every family of the registry is built at one common shape (32 layers of 1,024 dimensions) with
 abstract weights, and the step of one bucket is traced, lowered and compiled. Counted are CPU

@@ -1,6 +1,6 @@
 """How long weights take to the device: one model as GGUF, as safetensors, and converted.
 
-    python scripts/bench_loading.py --dtype=float32 --repeats=5
+    jaxinfer bench loading --dtype=float32 --repeats=5
 
 The demo model is written in the other two formats first, as `--dtype`, so that nothing has to be
 converted but the GGUF file's quantized numbers. Every measurement is a process of its own; the

@@ -1,6 +1,6 @@
 """Offline speed, beside Hugging Face transformers, in one run on one machine.
 
-    python scripts/bench_offline.py --model=demo --dtype=float32 --json=out.json
+    jaxinfer bench offline --model=demo --dtype=float32 --json=out.json
 
 Both sides load the same file, get the same prompts and the same cores, and take turns: one round of
 each, `--repeats` times, after a round that is not counted. Prompts are fresh in every round, so

@@ -2,16 +2,16 @@
 
 Against any OpenAI-compatible endpoint, or this project's gRPC:
 
-    python scripts/bench_serve.py --url=http://127.0.0.1:8000 --api=chat --rate=2 --requests=200
-    python scripts/bench_serve.py --grpc=127.0.0.1:9000 --arrivals=closed --clients=16 --prompts=ids
-    python scripts/bench_serve.py --url=... --arrivals=trace --trace=load.jsonl --plot=load.png
+    jaxinfer bench serve --url=http://127.0.0.1:8000 --api=chat --rate=2 --requests=200
+    jaxinfer bench serve --grpc=127.0.0.1:9000 --arrivals=closed --clients=16 --prompts=ids
+    jaxinfer bench serve --url=... --arrivals=trace --trace=load.jsonl --plot=load.png
 
 Poisson arrivals and traces are open loop: requests are sent when they are due, answered or not.
 Lengths are drawn from `--prompt_lens` and `--output_lens` (see `load_client.workload.Lengths`), all
 by `--seed`. What is printed is said in `load_client/record.py`: latencies, goodput under
 `--slo_ttft_ms` and `--slo_itl_ms`, errors by kind, and how late the client itself was.
 
-The cases below start `scripts/serve.py` themselves (`--checkpoint`, `--config`, `--set`), state
+The cases below start `jaxinfer serve` themselves (`--checkpoint`, `--config`, `--set`), state
 what they must reach, and end with status 1 where they do not:
 
     throughput   tokens/s of 16 streaming clients over each door, against `LLM.generate`
@@ -20,7 +20,7 @@ what they must reach, and end with status 1 where they do not:
     chaos        2,000 requests cancelled, cut, late or wrong: nothing of them may be left
     soak         `--minutes` of steady load: resident memory
 
-    python scripts/bench_serve.py --case=throughput,first_token --json=serve.json
+    jaxinfer bench serve --case=throughput,first_token --json=serve.json
 
 Client and server share the machine in these: run them on a quiet one.
 """

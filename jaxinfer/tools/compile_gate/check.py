@@ -1,7 +1,7 @@
 """The compile gate: every kernel and every preset's whole step, compiled for chips not at hand.
 
     make compile-check
-    python scripts/compile_check.py --targets=v5e,h100 --kernels=all --presets=none --json=out.json
+    jaxinfer compile-check --targets=v5e,h100 --kernels=all --presets=none --json=out.json
 
 The real TPU and GPU compilers run, on a CPU, in an environment that has their packages (`make
 compile-check` makes one). Nothing is allocated and nothing runs: it tells what a compiler refuses,

@@ -1,8 +1,8 @@
 """The device check: every GPU kernel and the engine on the GPU at hand, in one command.
 
-    python scripts/device_check.py --json=out.json
-    python scripts/device_check.py --operators=paged_attention --packages=FOLDER
-    python scripts/device_check.py --rehearse      # tiny shapes, interpreters, no GPU
+    jaxinfer doctor --json=out.json
+    jaxinfer doctor --operators=paged_attention --packages=FOLDER
+    jaxinfer doctor --rehearse      # tiny shapes, interpreters, no GPU
 
 Takes at most `--minutes`, and prints a short table last. In this order: what the device gives (copy
 bandwidth, rate of bfloat16 products); for `--cases` of each operator (`kernel_cases/`), headline

@@ -1,1 +1,1 @@
-"""A load client for OpenAI-compatible endpoints and this project's gRPC: see `bench_serve.py`."""
+"""A load client for OpenAI-compatible endpoints and this project's gRPC: `jaxinfer bench serve`."""

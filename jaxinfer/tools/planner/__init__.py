@@ -1,1 +1,1 @@
-"""What `scripts/plan.py` is made of: models by name, the roofline, the search, the report."""
+"""What `jaxinfer plan` is made of: models by name, the roofline, the search, the report."""

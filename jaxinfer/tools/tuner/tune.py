@@ -1,8 +1,8 @@
 """Autotuning: the best tiling of every kernel's case, on the device at hand or by a compiler.
 
-    python scripts/tune_kernels.py --operators=paged_attention --json=out.json
-    python scripts/tune_kernels.py --target=h100        # no device: compile and rank
-    python scripts/tune_kernels.py --rehearse           # tiny, interpreted, on a CPU
+    jaxinfer tune --operators=paged_attention --json=out.json
+    jaxinfer tune --target=h100        # no device: compile and rank
+    jaxinfer tune --rehearse           # tiny, interpreted, on a CPU
 
 On a GPU or TPU the `--keep` candidates that the model (`tuner/model.py`) ranks first are measured
 beside the tiling that is used today, and their results compared with its; a tiling that is faster

@@ -1,1 +1,1 @@
-"""The measured cases of `bench_serve.py`: each starts scripts/serve.py itself."""
+"""The measured cases of `jaxinfer bench serve`: each starts jaxinfer serve itself."""

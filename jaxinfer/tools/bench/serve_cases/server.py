@@ -1,4 +1,4 @@
-"""The two sides of the serving cases: `scripts/serve.py` in its process, and the engine in another.
+"""The two sides of the serving cases: `jaxinfer serve` in its process, and the engine in another.
 
 Both load the same model with the same options. The reference waits for commands on its stdin while
 the server is measured, and the server idles while the reference is, so that they can take turns.
