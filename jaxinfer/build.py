@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.embedding.embedder import Embedder
-from jaxinfer.embedding.text_batches import check_config
+from jaxinfer.embedding.text_batches import check_encoder_config
 from jaxinfer.engine.engine import Engine
 from jaxinfer.execution import compilation_cache
 from jaxinfer.execution.numerics import keeps_packed, numerics_for
@@ -20,10 +20,10 @@ from jaxinfer.loading import Checkpoint, open_checkpoint
 from jaxinfer.loading.assign import functional_model, load_weights
 from jaxinfer.loading.checkpoint import CheckpointError, GenerationDefaults
 from jaxinfer.loading.fingerprint import fingerprint
-from jaxinfer.loading.load_report import weights_line
+from jaxinfer.loading.load_report import summarize_weights
 from jaxinfer.loading.random import random_weights
-from jaxinfer.loading.sentence import sentence_options
-from jaxinfer.loading.targets import own_model
+from jaxinfer.loading.sentence_options import sentence_options
+from jaxinfer.loading.targets import single_device_model
 from jaxinfer.models.encoder import EncoderConfig
 from jaxinfer.models.functional import FunctionalModel, Weights
 from jaxinfer.options import ConfigError
@@ -46,7 +46,7 @@ def need_engine(loaded: Engine | Replicas | Embedder) -> Engine | Replicas:
 
 def about_weights(loaded: Engine | Replicas | Embedder) -> str:
     """For a plan: how many parameters, their bytes, and how many of them are quantized."""
-    return weights_line(loaded.model, loaded.weights)
+    return summarize_weights(loaded.model, loaded.weights)
 
 
 def about_mesh(loaded: Engine | Replicas) -> str:
@@ -110,7 +110,7 @@ def load_model(
         peers.agree({"the checkpoint's fingerprint": digest}, 0)
     bar: dict[str, Any] = {"disable": not show_progress, "leave": False, "dynamic_ncols": True}
     with tqdm(
-        total=own_model(model).num_bytes,
+        total=single_device_model(model).num_bytes,
         desc="loading",
         unit="B",
         unit_scale=True,
@@ -149,7 +149,7 @@ def _on_meshes(
     `ConfigError` names what does not divide, or is not for encoders, before a weight is read."""
     if not isinstance(model.config, EncoderConfig):
         return sharded_replicas(model, config, peers)
-    check_config(config)
+    check_encoder_config(config)
     if peers.num_processes > 1:
         raise ConfigError(
             f"{peers.num_processes} processes, and an encoder runs in one: start each alone, a "

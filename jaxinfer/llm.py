@@ -22,7 +22,7 @@ from tqdm import tqdm
 from jaxinfer.build import NO_EMBEDDING, NO_GENERATION, load_model
 from jaxinfer.config import EngineConfig
 from jaxinfer.embedding.embedder import Embedder
-from jaxinfer.embedding.sentences import Text, check_dimensions, encode_texts, finished
+from jaxinfer.embedding.sentences import Text, check_dimensions, encode_texts, finalize_vectors
 from jaxinfer.engine.admission import InvalidRequestError
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.request import FinishReason, Request, TokenLogprobs
@@ -191,7 +191,7 @@ class LLM:
             dynamic_ncols=True,
         ) as bar:
             vectors = embedder.embed(all_ids, on_progress=bar.update)
-        return finished(embedder, vectors, normalize=normalize, dimensions=dimensions)
+        return finalize_vectors(embedder, vectors, normalize=normalize, dimensions=dimensions)
 
     def _add(self, prompt: Prompt, params: SamplingParams) -> list[Request]:
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt

@@ -14,8 +14,13 @@ import numpy as np
 
 from jaxinfer import Embedder, Engine, InvalidRequestError, Replicas, SamplingParams
 from jaxinfer.build import NO_EMBEDDING, NO_GENERATION
-from jaxinfer.embedding.embedder import NOTHING_SAMPLED
-from jaxinfer.embedding.sentences import check_dimensions, encode_text, finished, prompt_of
+from jaxinfer.embedding.embedder import EMBEDDING_PARAMS
+from jaxinfer.embedding.sentences import (
+    check_dimensions,
+    encode_text,
+    finalize_vectors,
+    find_prompt,
+)
 from jaxinfer.engine.stats import EngineStats
 from jaxinfer.loading.checkpoint import GenerationDefaults
 from jaxinfer.sampling.params import SamplingParamsError
@@ -140,7 +145,9 @@ class Service:
                 stream.cancel()
         pooled = np.stack([vector for vector in vectors if vector is not None])
         named = {"normalize": request.normalize, "dimensions": request.dimensions}
-        return Embeddings(finished(embedder, pooled, **named), [len(ids) for ids in all_ids])
+        return Embeddings(
+            finalize_vectors(embedder, pooled, **named), [len(ids) for ids in all_ids]
+        )
 
     async def _encode_inputs(
         self, embedder: Embedder, request: EmbeddingRequest
@@ -149,7 +156,7 @@ class Service:
             named = {"prompt_name": request.prompt_name, "truncate": request.truncate}
             return [encode_text(embedder, text, **named) for text in request.inputs]
 
-        around = TEXT_OVERHEAD + len(prompt_of(embedder, request.prompt_name))
+        around = TEXT_OVERHEAD + len(find_prompt(embedder, request.prompt_name))
         if sum(map(len, request.inputs)) + around * len(request.inputs) <= LONG_TEXT:
             return encode()
         async with self._long_encode:
@@ -251,7 +258,7 @@ def _input_request(request: EmbeddingRequest, index: int) -> GenerationRequest:
         request_id = f"{request_id}.{index}"
     return GenerationRequest(
         request.inputs[index],
-        NOTHING_SAMPLED,
+        EMBEDDING_PARAMS,
         request_id=request_id,
         timeout_s=request.timeout_s,
         protocol=request.protocol,

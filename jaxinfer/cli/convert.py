@@ -24,7 +24,7 @@ from jaxinfer import CheckpointError, ConfigError, load_config
 from jaxinfer.execution.numerics import numerics_for
 from jaxinfer.loading import open_checkpoint
 from jaxinfer.loading.assign import functional_model, load_weights
-from jaxinfer.loading.load_report import weights_line
+from jaxinfer.loading.load_report import summarize_weights
 from jaxinfer.loading.orbax import write_converted
 from jaxinfer.loading.output import check_output
 from jaxinfer.loading.quantize import RECIPES
@@ -87,7 +87,7 @@ def convert() -> None:
         overwrite=_OVERWRITE.value,
     )
     print(
-        f"{output}: {checkpoint.name} ({model.family.name}); {weights_line(model, weights)}; "
+        f"{output}: {checkpoint.name} ({model.family.name}); {summarize_weights(model, weights)}; "
         f"in {time.perf_counter() - start:.1f} s"
     )
 

@@ -1,1 +1,1 @@
-"""Texts to vectors: what `LLM.embed` and the server's embedding calls run."""
+"""Text embedding: the engine behind `LLM.embed` and the server's embedding endpoints."""

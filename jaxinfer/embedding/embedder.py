@@ -1,12 +1,12 @@
-"""The embedder: what an `Engine` is for models that generate, for those that make vectors of texts.
+"""The engine of encoder models: it batches texts and computes their embedding vectors.
 
-    batch   = waiting.take()            the oldest text, and others that fit beside it
+    batch   = waiting.take()            the oldest text, and others that fit in its batch
     output  = embed(weights, batch)     one jitted program: encoder and pooling; returns at once
     updates = the previous batch's vectors, read while this one runs
 
-A text's vector does not depend on which others share its batch, but for the last bits: XLA adds up
-batches of different shapes in different orders. The methods are those that the serving loop calls
-of an engine; no more thread-safe than that one.
+A text's vector does not depend on the other texts in its batch, except for rounding: XLA sums in a
+different order for each batch shape. The class has the methods that the serving loop calls on an
+`Engine`, and like an `Engine` it is not thread-safe.
 """
 
 from __future__ import annotations
@@ -23,38 +23,45 @@ from absl import logging
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.embedding.pooling import pool
-from jaxinfer.embedding.text_batches import Batch, Bucket, WaitingTexts, buckets_for, check_config
+from jaxinfer.embedding.text_batches import (
+    TextBatch,
+    TextBucket,
+    WaitingTexts,
+    buckets_for,
+    check_encoder_config,
+)
 from jaxinfer.engine.admission import InvalidRequestError
 from jaxinfer.engine.engine import Update
 from jaxinfer.engine.request import FinishReason, Request
 from jaxinfer.engine.stats import EngineStats, StepStats
 from jaxinfer.execution.compile import compile_program, compile_programs
 from jaxinfer.execution.numerics import check_numerics, check_weights
-from jaxinfer.loading.sentence import SentenceOptions
+from jaxinfer.loading.sentence_options import SentenceOptions
 from jaxinfer.models.functional import FunctionalModel, Weights
 from jaxinfer.options import ConfigError
 from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.text.tokenizer import Tokenizer
 
-NOTHING_SAMPLED = SamplingParams(max_tokens=0)
+EMBEDDING_PARAMS = SamplingParams(max_tokens=0)
 
 
-# Static: the model and its pooling. Nothing is donated. One variant a bucket, compiled ahead.
+# The model and its pooling modes are static; nothing is donated. Each bucket is one variant,
+# compiled ahead of time.
 @partial(jax.jit, static_argnames=("model", "modes"))
 def embed(weights, token_ids, lengths, *, model, modes):
     return pool(model.merge(weights)(token_ids, lengths), lengths, modes)
 
 
 class _InFlight(NamedTuple):
-    batch: Batch
+    batch: TextBatch
     output: jax.Array  # [rows, D]
 
 
 class Embedder:
-    """Texts to vectors with one encoder; see the module's text.
+    """Compute embedding vectors with one encoder model (see the module docstring).
 
-    `tokenizer` None: texts come as token ids alone. Raises `ConfigError` for options that an
-    encoder cannot honour.
+    Without a `tokenizer`, texts must be given as token ids. Raises `ConfigError` for options that
+    an encoder cannot honour.
     """
 
     def __init__(
@@ -70,7 +77,7 @@ class Embedder:
         self.config = config = config or EngineConfig()
         check_numerics(config, model.numerics)
         check_weights(config, weights)
-        check_config(config)
+        check_encoder_config(config)
         self.model = model
         self.options = options or SentenceOptions()
         self.tokenizer = tokenizer
@@ -84,40 +91,40 @@ class Embedder:
         self.num_late_compiles = 0
         self.compile_seconds = 0.0
         self.weights = weights
-        self._programs: dict[Bucket, Any] = {}
+        self._programs: dict[TextBucket, Any] = {}
         self._is_warm = False
-        self._requests: dict[str, Request] = {}  # not ended
+        self._requests: dict[str, Request] = {}  # unfinished ones, by id
         self._waiting = WaitingTexts(self.buckets)
         self._in_flight: _InFlight | None = None
         self._num_added = 0
 
     def _max_model_len(self) -> int:
-        most, asked = self.model.config.max_len, self.config.max_model_len
-        if asked is not None and asked > most:
+        num_positions, requested = self.model.config.max_len, self.config.max_model_len
+        if requested is not None and requested > num_positions:
             raise ConfigError(
-                f"max_model_len is {asked}; this encoder has {most} positions: lower it or "
-                "leave it out"
+                f"max_model_len is {requested}; this encoder has {num_positions} positions: lower "
+                "it or leave it out"
             )
-        return asked or min(self.options.max_len or most, most)
+        return requested or min(self.options.max_len or num_positions, num_positions)
 
     @property
     def num_programs(self) -> int:
-        """That `warm_up` compiles."""
+        """The number of programs that `warm_up` compiles."""
         return len(self.buckets)
 
     @property
     def has_requests(self) -> bool:
-        """Whether a further `step` will bring something."""
+        """Whether there is work left for `step`."""
         return bool(self._requests or self._in_flight)
 
     @property
     def num_requests(self) -> int:
-        """Texts that have not ended."""
+        """The number of unfinished texts."""
         return len(self._requests)
 
     @property
     def stats(self) -> EngineStats:
-        """A snapshot in an engine's words: there are no pages, and no token is generated."""
+        """A snapshot of the statistics; an encoder has no pages and generates no tokens."""
         num_running = 0 if self._in_flight is None else len(self._in_flight.batch.requests)
         return EngineStats(
             num_running=num_running,
@@ -136,37 +143,39 @@ class Embedder:
         )
 
     def warm_up(self, on_progress: Callable[[str], None] = lambda program: None) -> None:
-        """Compile every program; `on_progress` gets the name of each one done."""
+        """Compile every program; `on_progress` is called with the name of each finished one."""
         started = time.perf_counter()
 
-        def done(bucket: Bucket, program: Any) -> None:
+        def done(bucket: TextBucket, program: Any) -> None:
             self._programs[bucket] = program
             on_progress(f"embed[{bucket.rows} x {bucket.length}]")
 
         compile_programs({b: partial(self._lower, b) for b in self.buckets[::-1]}, done)
-        embed.clear_cache()  # type: ignore[attr-defined]  # compiled programs live with us
+        embed.clear_cache()  # type: ignore[attr-defined]  # `_programs` keeps the compiled ones
         self.compile_seconds += time.perf_counter() - started
         self._is_warm = True
 
     def check(
         self,
         prompt_token_ids: Sequence[int],
-        params: SamplingParams = NOTHING_SAMPLED,
+        params: SamplingParams = EMBEDDING_PARAMS,
         *,
         priority: int = 0,
     ) -> None:
-        """Raise the `InvalidRequestError` that `add` would; any thread may call this."""
+        """Raise the `InvalidRequestError` that `add` would raise. Any thread may call this."""
         num_tokens, vocab_size = len(prompt_token_ids), self.model.config.vocab_size
         if priority:
-            text = f"priority is {priority}, and an encoder serves first come, first served"
-            raise InvalidRequestError(text, "priority")
+            raise InvalidRequestError(
+                f"priority is {priority}, but an encoder serves requests in order of arrival; "
+                "leave it out",
+                "priority",
+            )
         if not num_tokens:
             raise InvalidRequestError("the text is empty; it needs at least one token", "prompt")
         if num_tokens > self.max_model_len:
             raise InvalidRequestError(
                 f"the text has {num_tokens} tokens; this model takes {self.max_model_len}: shorten "
-                f"it, "
-                "or set truncate to have it cut",
+                "it, or set truncate",
                 "prompt",
             )
         for position, token_id in enumerate(prompt_token_ids):
@@ -181,13 +190,16 @@ class Embedder:
     def add(
         self,
         prompt_token_ids: Sequence[int],
-        params: SamplingParams = NOTHING_SAMPLED,
+        params: SamplingParams = EMBEDDING_PARAMS,
         *,
         priority: int = 0,
         cache_salt: str = "",
     ) -> list[Request]:
-        """Queue a text: one request. Nothing is sampled or cached, so `params` and `cache_salt`
-        mean nothing here. Raises `InvalidRequestError`, and then nothing has changed."""
+        """Queue a text as one request.
+
+        Nothing is sampled or cached, so `params` and `cache_salt` are ignored. Raises
+        `InvalidRequestError` and leaves the state unchanged if the text is invalid.
+        """
         self.check(prompt_token_ids, params, priority=priority)
         request = Request(
             f"text-{self._num_added}",
@@ -203,7 +215,7 @@ class Embedder:
         return [request]
 
     def abort(self, request_id: str) -> bool:
-        """End a request now; no update tells of it. False if it is unknown or has ended."""
+        """End a request now, without an update. Return False if it is unknown or has finished."""
         request = self._requests.pop(request_id, None)
         if request is None:
             return False
@@ -211,9 +223,10 @@ class Embedder:
         return True
 
     def step(self) -> list[Update]:
-        """Start one batch, read one; an update, with its `embedding`, for each text of the latter.
+        """Start one batch and read the previous one; return an update for each text of the latter.
 
-        An exception on the way leaves what was running to be computed again.
+        Each update carries its text's `embedding`. If an exception is raised, the running texts
+        are queued again.
         """
         start, wait_s = time.perf_counter(), 0.0
         batch, started, done = self._waiting.take(), None, self._in_flight
@@ -246,9 +259,10 @@ class Embedder:
         *,
         on_progress: Callable[[int], Any] = lambda num_texts: None,
     ) -> np.ndarray:
-        """The vectors of texts given as token ids, float32 [texts, dim], in order, as pooled.
+        """Return the pooled vectors of texts given as token ids, float32 [texts, dim], in order.
 
-        All texts or none: `InvalidRequestError` names the place of the first one at fault.
+        If any text is invalid, none is embedded: `InvalidRequestError` names the index of the
+        first invalid one.
         """
         requests: dict[str, int] = {}
         vectors = np.empty((len(texts), self.dim), np.float32)
@@ -261,7 +275,7 @@ class Embedder:
                 requests[request.id] = index
             num_left = len(requests)
             while num_left:
-                assert self.has_requests, "another thread steps this embedder"
+                assert self.has_requests, "another thread calls step on this embedder"
                 for update in self.step():
                     if update.request.id in requests:
                         vectors[requests[update.request.id]] = update.embedding
@@ -272,7 +286,7 @@ class Embedder:
                 self.abort(request_id)
         return vectors
 
-    def _dispatch(self, batch: Batch) -> _InFlight:
+    def _dispatch(self, batch: TextBatch) -> _InFlight:
         program = self._program(batch.bucket)
         token_ids = np.zeros(batch.bucket, np.int32)
         lengths = np.zeros(batch.bucket.rows, np.int32)
@@ -282,25 +296,25 @@ class Embedder:
             request.started_at = request.started_at or time.monotonic()
         return _InFlight(batch, program(self.weights, token_ids, lengths))
 
-    def _end(self, batch: Batch, vectors: np.ndarray) -> Iterator[Update]:
+    def _end(self, batch: TextBatch, vectors: np.ndarray) -> Iterator[Update]:
         for request, vector in zip(batch.requests, vectors, strict=False):  # padding comes last
             if self._requests.pop(request.id, None) is not None:
                 request.finish_reason = FinishReason.STOP
                 yield Update(request, [], "", FinishReason.STOP, vector)
 
-    def _program(self, bucket: Bucket) -> Any:
-        """The compiled program; compiled now, with a warning, if warm-up missed it."""
+    def _program(self, bucket: TextBucket) -> Any:
+        """Return the compiled program; compile it now, with a warning, if warm-up missed it."""
         if bucket not in self._programs:
             if self._is_warm:
                 self.num_late_compiles += 1
-                logging.warning("%s is compiled after warm-up: requests wait for it", bucket)
+                logging.warning("compiling %s after warm-up: requests wait for it", bucket)
             started = time.perf_counter()
             self._programs[bucket] = compile_program(self._lower(bucket))
             embed.clear_cache()  # type: ignore[attr-defined]
             self.compile_seconds += time.perf_counter() - started
         return self._programs[bucket]
 
-    def _lower(self, bucket: Bucket) -> Any:
+    def _lower(self, bucket: TextBucket) -> Any:
         token_ids = jax.ShapeDtypeStruct(tuple(bucket), jnp.int32)
         lengths = jax.ShapeDtypeStruct((bucket.rows,), jnp.int32)
         modes = self.options.pooling

@@ -1,15 +1,16 @@
-"""From the hidden states of a text's tokens to one vector (Sentence-BERT, arXiv:1908.10084).
+"""Pool the hidden states of a text's tokens into one vector (Sentence-BERT, arXiv:1908.10084).
 
-With h[t] the hidden state of token t of a text of n tokens, special tokens included:
+Let h[t] be the hidden state of token t of a text of n tokens, special tokens included:
 
     cls                    h[0]
     lasttoken              h[n - 1]
-    max                    max_t h[t], each number by itself
+    max                    max_t h[t], element by element
     mean                   sum_t h[t] / n
     mean_sqrt_len_tokens   sum_t h[t] / sqrt(n)
     weightedmean           sum_t (t + 1) h[t] / sum_t (t + 1)      (SGPT, arXiv:2202.08904)
 
-Several modes give their vectors one behind the other, in the order of `MODES`.
+The vectors of several modes are concatenated, in the order of `POOLING_MODES`
+(`jaxinfer.loading.sentence_options`).
 """
 
 from __future__ import annotations
@@ -17,22 +18,19 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-# In the order in which a checkpoint that asks for several has them joined.
-MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
-
 
 def pool(
     hidden: Float[Array, "R T D"], lengths: Int[Array, " R"], modes: tuple[str, ...]
 ) -> Float[Array, "R outputs"]:
-    """One float32 vector a row, of its first `lengths[r]` tokens; formulas in the module's text.
+    """Pool the first `lengths[r]` tokens of each row r into one float32 vector.
 
-    A row of length 0 gives no number to rely on.
+    The module docstring gives the formulas. The vector of a row of length 0 is undefined.
     """
     x = hidden.astype(jnp.float32)
-    return jnp.concatenate([_pooled(x, lengths, mode) for mode in modes], axis=-1)
+    return jnp.concatenate([_pool_one_mode(x, lengths, mode) for mode in modes], axis=-1)
 
 
-def _pooled(x, lengths, mode):
+def _pool_one_mode(x, lengths, mode):
     R, T, _ = x.shape
     n = jnp.maximum(lengths, 1)[:, None].astype(jnp.float32)
     is_token = (jnp.arange(T) < lengths[:, None])[..., None]  # [R, T, 1]

@@ -1,4 +1,4 @@
-"""From a text to the token ids that an encoder gets; from pooled vectors to those handed out."""
+"""Encode texts to an encoder's token ids, and turn its pooled vectors into the results."""
 
 from __future__ import annotations
 
@@ -12,29 +12,30 @@ from jaxtyping import Float
 from jaxinfer.embedding.embedder import Embedder
 from jaxinfer.engine.admission import InvalidRequestError
 
-Text = str | Sequence[int]  # a text, or token ids as they are
+Text = str | Sequence[int]  # a string, or token ids that are used unchanged
 
 
 def encode_text(
     embedder: Embedder, text: Text, *, prompt_name: str | None = None, truncate: bool = False
 ) -> list[int]:
-    """Token ids of one text, with the checkpoint's prompt before it and special tokens around it.
+    """Encode one text, with the checkpoint's prompt before it and special tokens around it.
 
-    `prompt_name` None is the checkpoint's default prompt, where it has one; "" is none. Token ids
-    are taken as they are, and no prompt is put before them. `truncate` cuts what the model does not
-    hold: a text's last words, not its special tokens; of token ids the last ones. Raises
-    `InvalidRequestError`; the length without `truncate` is the embedder's to check.
+    `prompt_name` None selects the checkpoint's default prompt if it has one; "" selects none. A
+    text given as token ids is used unchanged, without a prompt. `truncate` shortens a text to the
+    model's maximum length: a string loses its last words but keeps its special tokens, token ids
+    lose the last ones. Raises `InvalidRequestError`. Without `truncate` the embedder checks the
+    length.
     """
     max_model_len = embedder.max_model_len
     if not isinstance(text, str):
         if prompt_name:
             raise InvalidRequestError(
-                f"prompt_name is {prompt_name!r}, and a text was given as token ids; a prompt goes "
-                "before a text alone",
+                f"prompt_name is {prompt_name!r}, but the text was given as token ids; pass the "
+                "text as a string, or leave prompt_name out",
                 "prompt_name",
             )
         return list(text[:max_model_len] if truncate else text)
-    prompt = prompt_of(embedder, prompt_name)
+    prompt = find_prompt(embedder, prompt_name)
     if embedder.tokenizer is None:
         raise InvalidRequestError("this model has no tokenizer; give token ids", "prompt")
     text = prompt + text
@@ -44,47 +45,52 @@ def encode_text(
         ids = embedder.tokenizer.encode(text)
         if truncate and len(ids) > max_model_len:
             bare = embedder.tokenizer.encode(text, add_special_tokens=False)
-            return truncated(ids, bare, embedder.tokenizer.encode(""), max_model_len)
+            return truncate_token_ids(ids, bare, embedder.tokenizer.encode(""), max_model_len)
     except ValueError as error:
         raise InvalidRequestError(str(error), "prompt") from error
     return ids
 
 
-def encode_texts(embedder: Embedder, texts: Sequence[Text], **named: Any) -> list[list[int]]:
-    """`encode_text` of each, with its options; an error names the place of the text at fault."""
+def encode_texts(embedder: Embedder, texts: Sequence[Text], **options: Any) -> list[list[int]]:
+    """Call `encode_text` for each text; an error names the index of the text that caused it."""
     all_ids = []
     for index, text in enumerate(texts):
         try:
-            all_ids.append(encode_text(embedder, text, **named))
+            all_ids.append(encode_text(embedder, text, **options))
         except InvalidRequestError as error:
             raise InvalidRequestError(f"text {index}: {error}", error.field) from error
     return all_ids
 
 
-def prompt_of(embedder: Embedder, name: str | None) -> str:
-    """What goes before a text for this name of a prompt; `InvalidRequestError` for an unknown."""
+def find_prompt(embedder: Embedder, name: str | None) -> str:
+    """Return the prompt of this name; raise `InvalidRequestError` if there is none."""
     options = embedder.options
     if name is None:
         name = options.default_prompt_name or ""
     if name and name not in options.prompts:
         known = ", ".join(map(repr, options.prompts)) or "none"
         raise InvalidRequestError(
-            f"prompt_name is {name!r}; this checkpoint has {known}: put the words before the text "
-            "yourself",
+            f"prompt_name is {name!r}; this checkpoint has {known}: use one of those, or prepend "
+            "the prompt to the text yourself",
             "prompt_name",
         )
     return options.prompts.get(name, "")
 
 
-def truncated(ids: list[int], bare: list[int], empty: list[int], max_model_len: int) -> list[int]:
-    """`ids` without the last tokens of the text: `bare` are the text's own, `empty` those that an
-    empty text has. The special tokens at the end stay as far as `max_model_len` has room."""
+def truncate_token_ids(
+    ids: list[int], bare: list[int], empty: list[int], max_model_len: int
+) -> list[int]:
+    """Shorten `ids` to `max_model_len` by dropping the text's last tokens.
+
+    `bare` are the ids of the text without special tokens, `empty` the ids of an empty text with
+    them. The special tokens at the end are kept as far as `max_model_len` has room.
+    """
     num_special = len(ids) - len(bare)
-    places = range(num_special + 1)
-    start = next((i for i in places if ids[i : i + len(bare)] == bare), None)
+    offsets = range(num_special + 1)
+    start = next((i for i in offsets if ids[i : i + len(bare)] == bare), None)
     if start is not None:
         num_last = num_special - start
-    else:  # words become other tokens beside special ones
+    else:  # words can be tokenized differently next to special tokens
         pairs = zip(reversed(ids), reversed(empty), strict=False)
         num_last = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
     num_first = max(0, max_model_len - num_last)
@@ -92,6 +98,7 @@ def truncated(ids: list[int], bare: list[int], empty: list[int], max_model_len: 
 
 
 def check_dimensions(embedder: Embedder, dimensions: int | None) -> None:
+    """Raise `InvalidRequestError` unless the vectors have at least `dimensions` numbers."""
     if dimensions is not None and not 1 <= dimensions <= embedder.dim:
         raise InvalidRequestError(
             f"dimensions is {dimensions}; this model's vectors have {embedder.dim}: give 1 to "
@@ -100,16 +107,19 @@ def check_dimensions(embedder: Embedder, dimensions: int | None) -> None:
         )
 
 
-def finished(
+def finalize_vectors(
     embedder: Embedder,
     vectors: Float[np.ndarray, "texts D"],
     *,
     normalize: bool | None = None,
     dimensions: int | None = None,
 ) -> Float[np.ndarray, "texts outputs"]:
-    """Pooled vectors as they are handed out, float32: cut to their first `dimensions` (which means
-    something for a model trained so, arXiv:2205.13147), then scaled to length 1 if `normalize`, or
-    if that is None and the checkpoint says so. A vector of zeros stays one."""
+    """Return the result vectors, float32: truncate pooled vectors, then normalize them.
+
+    Only the first `dimensions` numbers are kept, which is useful for a model trained for it
+    (Matryoshka representation learning, arXiv:2205.13147). Vectors are scaled to length 1 if
+    `normalize` is True, or if it is None and the checkpoint says so. A vector of zeros stays zero.
+    """
     check_dimensions(embedder, dimensions)
     vectors = vectors[:, :dimensions]
     if embedder.options.normalize if normalize is None else normalize:

@@ -1,4 +1,4 @@
-"""From a checkpoint's tensors to a model's weights: names, shapes, types, all checked first."""
+"""Load a checkpoint's tensors as a model's weights; names, shapes and types are checked first."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from jaxinfer.loading.checkpoint import Checkpoint, CheckpointError, StoredTensor
 from jaxinfer.loading.load_report import LoadReport
 from jaxinfer.loading.packing import pack_parameter
-from jaxinfer.loading.placement import Piece, place, whole
-from jaxinfer.loading.quantize import Recipe, can_quantize, quantize_parameter, recipe_of
+from jaxinfer.loading.placement import Piece, assemble, place
+from jaxinfer.loading.quantize import Recipe, can_quantize, get_recipe, quantize_parameter
 from jaxinfer.loading.quantized.rows import QuantRows
-from jaxinfer.loading.splitting import Unpackable, place_whole
-from jaxinfer.loading.targets import Target, own_model, targets_of
+from jaxinfer.loading.splitting import UnpackableError, place_whole
+from jaxinfer.loading.targets import LoadTarget, load_targets, single_device_model
 from jaxinfer.models import GGUF_FAMILIES, HF_FAMILIES
 from jaxinfer.models.family import Transform, WeightTable
 from jaxinfer.models.functional import FunctionalModel, ParameterSpec, Weights
@@ -26,20 +26,20 @@ from jaxinfer.nn.quantized import Quantized
 if TYPE_CHECKING:
     from jaxinfer.parallel.sharded_model import ShardedModel
 
-# Parameters in flight: what peak host memory holds besides the weights.
+# Parameters in flight: host memory peaks at this many of them besides the weights.
 NUM_THREADS = min(8, os.cpu_count() or 1)
 
 
 class Part(NamedTuple):
-    """A stored tensor, the dimensions it has in its parameter, and where in that it stands."""
+    """A stored tensor that is a parameter, or one item of a parameter's first axis."""
 
     tensor: StoredTensor
-    dims: tuple[int, ...]
-    item: int | None  # of the parameter's first axis; None: it is the parameter
+    dims: tuple[int, ...]  # the dimensions that it has in the parameter
+    item: int | None  # its index along the parameter's first axis; None: it is the whole parameter
 
 
 class Stored(NamedTuple):
-    """A parameter of the model, and the tensors that hold it."""
+    """A parameter of the model, and the tensors that contain it."""
 
     spec: ParameterSpec
     parts: list[Part]
@@ -47,8 +47,10 @@ class Stored(NamedTuple):
 
 
 def functional_model(checkpoint: Checkpoint, numerics: Numerics) -> FunctionalModel:
-    """The model that the checkpoint describes; `CheckpointError` for an unknown architecture or
-    hyperparameters that do not hold together."""
+    """Build the model that the checkpoint describes.
+
+    Raises `CheckpointError` for an unknown architecture or inconsistent hyperparameters.
+    """
     if checkpoint.format == "gguf":
         key, families = "general.architecture", GGUF_FAMILIES
     else:
@@ -64,9 +66,9 @@ def functional_model(checkpoint: Checkpoint, numerics: Numerics) -> FunctionalMo
         config = read(checkpoint.metadata, checkpoint.tensors)
     except (ValueError, TypeError, ArithmeticError, KeyError) as error:
         raise CheckpointError(f"{checkpoint.path}: {error}") from error
-    # A claim of millions would take hours to build; without tensors, weights are to be random.
-    most = len(checkpoint.tensors) or MAX_LAYERS
-    if config.num_layers > most:
+    # Millions of layers would take hours to build. Without tensors, the weights will be random.
+    max_layers = len(checkpoint.tensors) or MAX_LAYERS
+    if config.num_layers > max_layers:
         raise CheckpointError(
             f"{checkpoint.path}: claims {config.num_layers:,} layers, but holds "
             f"{len(checkpoint.tensors)} tensors; the configuration belongs to another model (with "
@@ -83,29 +85,31 @@ def load_weights(
     quantize: str | None = None,
     on_progress: Callable[[int], Any] = lambda num_bytes: None,
 ) -> Weights:
-    """The model's weights in its own order, on its devices, in its type.
+    """Load the model's weights, in the order of its parameters, on its devices and in its type.
 
-    Of a `ShardedModel` each device gets its own slices, and where they are plain numbers no more
-    than these is read. `keep_packed` leaves quantized weights as they are, where a product takes
-    them so: then they are of `nn.quantized.Quantized`. `quantize` (a key of `quantize.RECIPES`)
-    quantizes products' weights that are not. What became of them is logged: what cannot be
-    quantized, as where a mesh would split a group's rows too often, is a plain array.
+    Each device of a `ShardedModel` gets its own slices, and of unquantized tensors only these
+    slices are read. `keep_packed` keeps quantized weights quantized wherever a matmul takes them:
+    those are `nn.quantized.Quantized`. `quantize` (a key of `quantize.RECIPES`) quantizes the
+    matmul weights that are not quantized. Weights that cannot be quantized, for example because a
+    mesh would split a group of rows too often, become plain arrays, and the log says so.
 
-    All missing, unexpected and misshapen tensors are named in one `CheckpointError`, before any
-    weight is read. A weight with a NaN or an infinity is refused. Reads tensor by tensor from the
-    memory map. `on_progress` gets the bytes of each parameter, in the model's type, as it is done.
+    Raises one `CheckpointError` that names all missing, unexpected and misshapen tensors, before
+    any weight is read, or one for a weight with a NaN or an infinity. Tensors are read one by one
+    from the memory map. `on_progress` is called with the bytes of each loaded parameter, counted in
+    the model's type.
     """
-    own, targets = own_model(model), targets_of(model)
+    base, targets = single_device_model(model), load_targets(model)
     if checkpoint.restore is not None:
-        how = {"keep_packed": keep_packed, "quantize": quantize}
-        return checkpoint.restore(own, targets, **how, on_progress=on_progress)
-    family = own.family
-    weights_of: Any = family.gguf_weights if checkpoint.format == "gguf" else family.hf_weights
-    stored = _match(checkpoint, own, weights_of(own.config))
-    recipe = None if quantize is None else recipe_of(quantize)
+        return checkpoint.restore(
+            base, targets, keep_packed=keep_packed, quantize=quantize, on_progress=on_progress
+        )
+    family = base.family
+    make_table: Any = family.gguf_weights if checkpoint.format == "gguf" else family.hf_weights
+    stored = _match(checkpoint, base, make_table(base.config))
+    recipe = None if quantize is None else get_recipe(quantize)
     reader = _Reader(checkpoint.path, stored, keep_packed, recipe)
 
-    def load(target: Target) -> Any:
+    def load(target: LoadTarget) -> Any:
         weight = reader.load(target)
         on_progress(target.nbytes)
         return weight
@@ -117,12 +121,12 @@ def load_weights(
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    reader.report.log(own, weights)
+    reader.report.log(base, weights)
     return weights
 
 
 class _Reader:
-    """Parameters out of stored tensors; several threads read at once."""
+    """Reads parameters from stored tensors. Safe to use from several threads."""
 
     def __init__(
         self, path: Path, stored: Mapping[str, Stored], keep_packed: bool, recipe: Recipe | None
@@ -133,19 +137,19 @@ class _Reader:
         self.recipe = recipe
         self.report = LoadReport()
 
-    def load(self, target: Target) -> Any:
+    def load(self, target: LoadTarget) -> Any:
         sources = [self.stored[spec.path] for spec in target.sources]
         is_packable = any(part.tensor.is_packable for source in sources for part in source.parts)
         if self.keep_packed and is_packable:
             try:
                 return place_whole(target, lambda i: self._read_packed(sources[i]))
-            except Unpackable as why:
+            except UnpackableError as why:
                 self.report.add("dequantized", target.spec.path, str(why))
         recipe = self.recipe
         if recipe is not None and can_quantize(target.sources[0], recipe):
             try:
                 return place_whole(target, lambda i: self._quantized(sources[i], recipe))
-            except Unpackable as why:
+            except UnpackableError as why:
                 self.report.add("not quantized", target.spec.path, str(why))
         pieces = []
         for stage, source in enumerate(sources):
@@ -153,7 +157,7 @@ class _Reader:
         return place(target, pieces)
 
     def _pieces(self, source: Stored, at: tuple[int, ...] = ()) -> list[Piece]:
-        """The tensors as the numbers of their parts of the parameter, which stands `at` a stage."""
+        """Return the pieces of a parameter, which is at index `at` of a stacked one."""
         spec, parts, transform = source
 
         def piece(part: Part) -> Piece:
@@ -165,21 +169,21 @@ class _Reader:
 
     def _quantized(self, source: Stored, recipe: Recipe) -> Quantized:
         spec = source.spec
-        array = whole(spec.shape, spec.dtype, self._pieces(source))
+        array = assemble(spec.shape, spec.dtype, self._pieces(source))
         quantized = quantize_parameter(spec, array, recipe)
         self.report.note_activations(spec.path, recipe.activation_dtype, quantized)
         return quantized
 
     def _read_packed(self, source: Stored) -> Quantized:
-        """The parameter as it is stored; `Unpackable` where it cannot be."""
+        """Read a parameter in its stored quantization; raise `UnpackableError` if it has none."""
         spec, parts, transform = source
         if spec.packs is None:
-            raise Unpackable("it is no product's weight")
+            raise UnpackableError("it is not the weight of a matmul")
         rows: list[QuantRows] = []
         for part in parts:
             stored = part.tensor.read_packed()
             if stored is None:
-                raise Unpackable(f"{part.tensor.name} is stored as {part.tensor.dtype}")
+                raise UnpackableError(f"{part.tensor.name} is stored as {part.tensor.dtype}")
             if not stored.is_finite():
                 raise CheckpointError(
                     f"{self.path}: {part.tensor.name} has scales that are NaN or infinite: the "
@@ -192,13 +196,13 @@ class _Reader:
 
 
 def _match(checkpoint: Checkpoint, model: FunctionalModel, table: WeightTable) -> dict[str, Stored]:
-    """By path."""
+    """Find the tensors of each parameter, by parameter path."""
     problems, found, used = [], {}, set()
     tensors: dict[str, StoredTensor] = {}
     for tensor in checkpoint.tensors.values():
         first = tensors.setdefault(table.known_name(tensor.name), tensor)
         if first is not tensor:
-            problems.append(f"{first.name} and {tensor.name} are both the same parameter's")
+            problems.append(f"{first.name} and {tensor.name} belong to the same parameter")
     for spec in model.parameters:
         stored, transform = table.lookup(spec.path, spec.dims, tensors)
         is_whole = isinstance(stored, str)
@@ -209,24 +213,26 @@ def _match(checkpoint: Checkpoint, model: FunctionalModel, table: WeightTable) -
             if tensor is None:
                 problems.append(f"{name} is missing (for {spec.path}, {list(dims)})")
                 continue
-            wanted = transform.stored_shape(dims)
-            if tuple(tensor.shape) != tuple(wanted):
-                problems.append(f"{name} has shape {list(tensor.shape)}; expected {list(wanted)}")
+            expected = transform.stored_shape(dims)
+            if tuple(tensor.shape) != tuple(expected):
+                problems.append(f"{name} has shape {list(tensor.shape)}; expected {list(expected)}")
             parts.append(Part(tensor, dims, None if is_whole else i))
         found[spec.path] = Stored(spec, parts, transform)
     problems += [
         f"{tensor.name} {list(tensor.shape)} belongs to no parameter of {model.family.name}"
         for name, tensor in tensors.items()
-        if name not in used and not table.is_ignored(name) and not _is_idle(name, tensors)
+        if name not in used and not table.is_ignored(name) and not _is_zero_bias(name, tensors)
     ]
     if problems:
         raise CheckpointError.listing(checkpoint.path, problems)
     return found
 
 
-def _is_idle(name: str, tensors: Mapping[str, StoredTensor]) -> bool:
-    """Whether it is a bias of zeros beside a quantized weight: AutoGPTQ writes one for each layer,
-    of models that have none."""
+def _is_zero_bias(name: str, tensors: Mapping[str, StoredTensor]) -> bool:
+    """Whether it is a bias of zeros that belongs to a quantized weight.
+
+    AutoGPTQ writes one for each layer, even of models without biases.
+    """
     layer = name.removesuffix(".bias")
     weight = tensors.get(f"{layer}.weight")
     if layer == name or weight is None or not weight.is_packable:

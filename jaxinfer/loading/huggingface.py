@@ -22,7 +22,7 @@ from jaxinfer.loading.checkpoint import (
     read_json_object,
 )
 from jaxinfer.loading.generation import generation_defaults
-from jaxinfer.loading.quantized.scheme import unite
+from jaxinfer.loading.quantized.scheme import merge_quantized_layers
 from jaxinfer.loading.safetensors_header import read_safetensors
 from jaxinfer.loading.shards import shard_set
 from jaxinfer.loading.tokenizers.huggingface import build_tokenizer
@@ -63,7 +63,9 @@ def open_huggingface(
         except CheckpointError as error:
             problems.append(str(error))
     if tensors and config.get("quantization_config"):
-        tensors = unite(directory, tensors, config["quantization_config"], problems)
+        tensors = merge_quantized_layers(
+            directory, tensors, config["quantization_config"], problems
+        )
     defaults = generation_defaults(directory, generation, config, problems)
     if problems:
         raise CheckpointError.listing(directory, problems)

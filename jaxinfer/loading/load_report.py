@@ -1,4 +1,4 @@
-"""What became of a checkpoint's weights: one line for the log."""
+"""Report in one log line how a checkpoint's weights were loaded."""
 
 from __future__ import annotations
 
@@ -12,40 +12,41 @@ from jaxinfer.nn.quantized import Quantized
 
 
 class LoadReport:
-    """Collects, from several threads, which parameters are not as was asked for, and why."""
+    """Collects the parameters that could not be loaded as requested. Safe to use from threads."""
 
     def __init__(self):
-        self._notes: dict[tuple[str, str], str] = {}  # of what became of which path: why
+        self._reasons: dict[tuple[str, str], str] = {}  # reason by (outcome, parameter path)
 
-    def add(self, what: str, path: str, why: str) -> None:
-        self._notes[what, path] = why
+    def add(self, outcome: str, path: str, reason: str) -> None:
+        """Record that a parameter was, for example, "dequantized", and the reason."""
+        self._reasons[outcome, path] = reason
 
-    def note_activations(self, path: str, wanted: str | None, weight: Quantized) -> None:
-        """Of a weight whose x was to be quantized to `wanted`, and is not."""
-        if wanted is not None and isinstance(weight, QuantArray):
-            why = "their product takes them as they are"
-            self.add(f"activations not quantized to {wanted}", path, why)
+    def note_activations(self, path: str, dtype: str | None, weight: Quantized) -> None:
+        """Record a weight whose activations should be quantized to `dtype` but are not."""
+        if dtype is not None and isinstance(weight, QuantArray):
+            reason = "their matmul takes unquantized activations"
+            self.add(f"activations not quantized to {dtype}", path, reason)
 
     def log(self, model: FunctionalModel, weights: Weights) -> None:
-        """As a warning where something is not as was asked for."""
-        say = logging.warning if self._notes else logging.info
-        say("%s", self.line(model, weights))
+        """Log the summary, as a warning if a parameter was not loaded as requested."""
+        log = logging.warning if self._reasons else logging.info
+        log("%s", self.summary(model, weights))
 
-    def line(self, model: FunctionalModel, weights: Weights) -> str:
-        """As `weights: 134,515,008 parameters, 96.5 MB, 0.72 bytes each; dequantized: ...`."""
-        line = f"weights: {weights_line(model, weights)}"
-        # Sorted: threads note them in any order.
-        notes = [((what, why), path) for (what, path), why in sorted(self._notes.items())]
+    def summary(self, model: FunctionalModel, weights: Weights) -> str:
+        """Return, e.g., `weights: 134,515,008 parameters, 96.5 MB, 0.72 bytes each; ...`."""
+        line = f"weights: {summarize_weights(model, weights)}"
+        # Sorted, because threads add them in any order.
+        notes = [((what, why), path) for (what, path), why in sorted(self._reasons.items())]
         counts = Counter(note for note, _ in notes)
         examples = {note: path for note, path in reversed(notes)}
-        for (what, why), times in counts.items():
+        for (outcome, reason), times in counts.items():
             others = f" and {times - 1} more" if times > 1 else ""
-            line += f"; {what}: {examples[what, why]}{others}, because {why}"
+            line += f"; {outcome}: {examples[outcome, reason]}{others}, because {reason}"
         return line
 
 
-def weights_line(model: FunctionalModel, weights: Weights) -> str:
-    """As `134,515,008 parameters, 96.5 MB, 0.72 bytes each; quantized: 30 of 40 arrays`."""
+def summarize_weights(model: FunctionalModel, weights: Weights) -> str:
+    """Return, e.g., `1,000 parameters, 0.5 MB, 0.50 bytes each; quantized: 30 of 40 arrays`."""
     count, size = model.num_parameters, sum(weight.nbytes for weight in weights)
     packed = sum(isinstance(weight, Quantized) for weight in weights)
     line = f"{count:,} parameters, {size / 1e6:,.1f} MB, {size / count:.2f} bytes each"

@@ -37,7 +37,7 @@ from jaxinfer.loading.fingerprint import fingerprint
 from jaxinfer.loading.gguf import open_gguf
 from jaxinfer.loading.gguf_header import copy_key_values
 from jaxinfer.loading.huggingface import INDEX_SUFFIX, open_huggingface
-from jaxinfer.loading.manifest import CONVERT_AGAIN, encoded
+from jaxinfer.loading.manifest import CONVERT_AGAIN, encode_parameter
 from jaxinfer.loading.output import check_output, put_in_place
 from jaxinfer.loading.restoring import handler, named_leaves, restore
 from jaxinfer.models.functional import FunctionalModel, Weights
@@ -154,7 +154,7 @@ def _manifest(
         "quantization": quantization,
         "num_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(weights)),
         "parameters": {
-            spec.path: encoded(weight)
+            spec.path: encode_parameter(weight)
             for spec, weight in zip(model.parameters, weights, strict=True)
         },
         "tensors": {name: [t.dtype, list(t.shape)] for name, t in checkpoint.tensors.items()},

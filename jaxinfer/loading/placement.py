@@ -1,9 +1,9 @@
-"""From the file to the devices: a parameter's array, each device holding its own slice.
+"""Place a parameter's array on the devices, from its file: each device gets its own slice.
 
-What is read is a view of the mapped file wherever the layout allows, so a slice touches its own
-pages only: rows of a stored [out, in] tensor, or parts of its rows. A tensor that has to be made
-first (dequantized, permuted) is made once for all devices of this process. Host memory holds, for
-each parameter in flight, the slices of this process's devices and one such tensor.
+Wherever the layout allows, a read gives a view of the mapped file, so a slice touches only its own
+pages: rows of a stored [out, in] tensor, or parts of its rows. A tensor that has to be computed
+first (dequantized, permuted) is computed once for all devices of this process. Host memory holds,
+for each parameter in flight, the slices of this process's devices and one such tensor.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jaxinfer.kernels.quantized_matmul import QuantArray
 from jaxinfer.loading.checkpoint import CheckpointError, aligned_empty, is_aligned
-from jaxinfer.loading.targets import Repeats, Target, product_axes
+from jaxinfer.loading.targets import HeadRepeats, LoadTarget, product_axes
 from jaxinfer.models.functional import ParameterSpec
 from jaxinfer.nn.quantized import Quantized, QuantPair, QuantWeight
 
-Bounds = tuple[tuple[int, int], ...]  # of each axis: first number, and one past the last
-# Rows of the stored tensor copied at once. A transposed weight [4096, 7168] goes at 1.5 GB/s so,
-# at 0.4 as a whole (bfloat16, one core of an AMD EPYC, November 2026): its lines stay in the cache.
+Bounds = tuple[tuple[int, int], ...]  # (start, stop) of each axis
+# Rows of the stored tensor copied at once, so that their cache lines stay in the cache: a
+# transposed weight [4096, 7168] is copied at 1.5 GB/s this way, and at 0.4 GB/s in one copy
+# (bfloat16, one core of an AMD EPYC, November 2026).
 STRIP_ROWS = 64
 
 
 class Piece(NamedTuple):
-    """A stored tensor as a parameter, or as the part of it at `index` of its first axes.
+    """A stored tensor that makes up a parameter, or the part at `index` of its first axes.
 
-    `read` gives it in the parameter's dimensions, in whatever number type it has: a view of the
-    file, or a new array, which may then be kept.
+    `read` returns its values in the parameter's dimensions and in the stored number type, as a view
+    of the file or as a new array, which the caller may keep.
     """
 
     name: str
@@ -40,22 +41,22 @@ class Piece(NamedTuple):
     read: Callable[[], np.ndarray]
 
 
-def place(target: Target, pieces: Sequence[Piece]) -> jax.Array:
-    """The array that the pieces make, on the target's devices.
+def place(target: LoadTarget, pieces: Sequence[Piece]) -> jax.Array:
+    """Assemble a parameter from its pieces, on the target's devices.
 
-    `CheckpointError` for numbers that are NaN or infinite in its type.
+    Raises `CheckpointError` for numbers that are NaN or infinite in the target's type.
     """
     spec, sharding = target.spec, target.sharding
     if sharding is None:
-        return jax.device_put(whole(spec.shape, spec.dtype, pieces))
-    owners = owned_bounds(sharding, spec.shape)
+        return jax.device_put(assemble(spec.shape, spec.dtype, pieces))
+    owners = device_bounds(sharding, spec.shape)
     slices = read_slices(spec.shape, spec.dtype, pieces, owners.values(), target.repeats)
     arrays = [jax.device_put(slices[bounds], device) for device, bounds in owners.items()]
     return jax.make_array_from_single_device_arrays(spec.shape, sharding, arrays)
 
 
-def owned_bounds(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Bounds]:
-    """What each device of this process holds of an array."""
+def device_bounds(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Bounds]:
+    """Return the bounds of the slice that each device of this process holds of an array."""
     return {
         device: tuple(part.indices(n)[:2] for part, n in zip(index or (), shape, strict=True))
         for device, index in sharding.addressable_devices_indices_map(shape).items()
@@ -67,77 +68,86 @@ def read_slices(
     dtype: np.dtype[Any],
     pieces: Sequence[Piece],
     wanted: Iterable[Bounds],
-    repeats: Repeats | None = None,
+    repeats: HeadRepeats | None = None,
 ) -> dict[Bounds, np.ndarray]:
-    """The parts of the parameter within `wanted`, each once; nothing else of a file is touched,
-    where a piece is a view of it, and a piece that no part has is not read at all.
+    """Read the slices of the parameter within each of the `wanted` bounds, each slice once.
 
-    `shape` and `wanted` are of the parameter as it is held, its KV heads repeated.
+    Where a piece is a view of its file, only the pages of these slices are touched; a piece that
+    overlaps none of them is not read. `shape` and `wanted` count repeated KV heads.
     """
-    slices = {bounds: empty_part(bounds, dtype) for bounds in set(wanted)}  # replicas have the same
-    own = shape if repeats is None else repeats.own_shape(shape)
+    # A set, because replicas want the same slices.
+    slices = {bounds: empty_slice(bounds, dtype) for bounds in set(wanted)}
+    stored_shape = shape if repeats is None else repeats.stored_shape(shape)
     for piece in pieces:  # the outer loop, so that each is read once
         holders = [bounds for bounds in slices if is_within(piece.index, bounds)]
         if not holders:
             continue
-        values = _in_shape(piece, own)
+        values = _read_piece(piece, stored_shape)
         for bounds in holders:
             starts = (start for start, _ in bounds)
             at = tuple(i - start for i, start in zip(piece.index, starts, strict=False))
             rest = bounds[len(piece.index) :]
-            copy_finite(slices[bounds][(*at, ...)], cut(values, rest, repeats), piece.name)
+            part = slice_values(values, rest, repeats)
+            copy_checked(slices[bounds][(*at, ...)], part, piece.name)
     return slices
 
 
-def empty_part(bounds: Bounds, dtype: np.dtype[Any]) -> np.ndarray:
+def empty_slice(bounds: Bounds, dtype: np.dtype[Any]) -> np.ndarray:
+    """Allocate an uninitialized array of the size of `bounds`."""
     return aligned_empty(tuple(stop - start for start, stop in bounds), dtype)
 
 
 def is_within(index: tuple[int, ...], bounds: Bounds) -> bool:
-    """Whether the part within `bounds` holds what stands at `index` of the first axes."""
+    """Whether `bounds` contain the element at `index` of the first axes."""
     return all(start <= i < stop for i, (start, stop) in zip(index, bounds, strict=False))
 
 
-def cut(values: np.ndarray, bounds: Bounds, repeats: Repeats | None) -> np.ndarray:
-    """The part within `bounds`, which are those of the values with their KV heads repeated: a view
-    wherever it can be one."""
-    of_axis: list[Any] = [slice(start, stop) for start, stop in bounds]
+def slice_values(values: np.ndarray, bounds: Bounds, repeats: HeadRepeats | None) -> np.ndarray:
+    """Return the part of `values` within `bounds`, as a view where possible.
+
+    The bounds count repeated KV heads; the values have each head once.
+    """
+    slices: list[Any] = [slice(start, stop) for start, stop in bounds]
     if repeats is not None:
-        size = repeats.held_shape(values.shape)[repeats.axis]
-        index = repeats.index(size)[of_axis[repeats.axis]]
-        is_run = (np.diff(index) == 1).all()
-        of_axis[repeats.axis] = slice(int(index[0]), int(index[-1]) + 1) if is_run else index
-    return values[tuple(of_axis)]
+        size = repeats.repeated_shape(values.shape)[repeats.axis]
+        index = repeats.stored_indices(size)[slices[repeats.axis]]
+        is_contiguous = (np.diff(index) == 1).all()
+        slices[repeats.axis] = slice(int(index[0]), int(index[-1]) + 1) if is_contiguous else index
+    return values[tuple(slices)]
 
 
-def whole(shape: tuple[int, ...], dtype: np.dtype[Any], pieces: Sequence[Piece]) -> np.ndarray:
-    """The array of `shape` that the pieces make, on the host. Errors as `place`."""
+def assemble(shape: tuple[int, ...], dtype: np.dtype[Any], pieces: Sequence[Piece]) -> np.ndarray:
+    """Assemble the array of `shape` from the pieces, on the host. Raises the errors of `place`."""
     buffer: np.ndarray | None = None
     for piece in pieces:
-        values = _in_shape(piece, shape)
+        values = _read_piece(piece, shape)
         if not piece.index and _can_be_kept(values, dtype):
             check_finite(values, piece.name)
             return values
         if buffer is None:
             buffer = aligned_empty(shape, dtype)
-        copy_finite(buffer[(*piece.index, ...)], values, piece.name)
+        copy_checked(buffer[(*piece.index, ...)], values, piece.name)
     assert buffer is not None
     return buffer
 
 
-def _in_shape(piece: Piece, shape: tuple[int, ...]) -> np.ndarray:
-    """The piece in the array's own dimensions, where several of a parameter's may be one."""
+def _read_piece(piece: Piece, shape: tuple[int, ...]) -> np.ndarray:
+    """Read a piece and reshape it to the array's axes, which may merge several dimensions."""
     return np.asarray(piece.read()).reshape(shape[len(piece.index) :])
 
 
 def _can_be_kept(values: np.ndarray, dtype: np.dtype[Any]) -> bool:
-    """A new array that is as it has to be, and no view of a file that may change."""
+    """Whether an array can be used without a copy: it has the right type, layout and alignment,
+    and is not a view of a file, which may change."""
     flags = values.flags
     return values.dtype == dtype and flags.c_contiguous and flags.writeable and is_aligned(values)
 
 
-def copy_finite(buffer: np.ndarray, values: np.ndarray, name: str) -> None:
-    """Copy values in the buffer's type; `CheckpointError` for those that are not finite in it."""
+def copy_checked(buffer: np.ndarray, values: np.ndarray, name: str) -> None:
+    """Copy values into the buffer, converting to its type.
+
+    Raises `CheckpointError` for values that are not finite in that type.
+    """
     with np.errstate(over="ignore", invalid="ignore"):
         if values.ndim < 2 or values.flags.c_contiguous:
             np.copyto(buffer, values, casting="unsafe")
@@ -150,8 +160,8 @@ def copy_finite(buffer: np.ndarray, values: np.ndarray, name: str) -> None:
 
 
 def check_finite(values: np.ndarray, name: str) -> None:
-    """Refuse NaN and infinity; integers have none."""
-    # Summing finds them without a temporary of the tensor's size.
+    """Raise `CheckpointError` for NaN and infinity."""
+    # A sum detects them without a temporary of the tensor's size.
     with np.errstate(over="ignore", invalid="ignore"):
         if np.isfinite(values.sum(dtype=np.float64)):
             return
@@ -163,10 +173,11 @@ def check_finite(values: np.ndarray, name: str) -> None:
     )
 
 
-def specs_of(weight: Any, spec: ParameterSpec, split: PartitionSpec) -> Any:
-    """For each array of a parameter (which may be an array itself), how it is split, where the
-    parameter's array would be split by `split`: values, scales and zeros by the same parts, so that
-    every part is a quantized weight by itself (`splitting.divided` makes it so).
+def partition_specs(weight: Any, spec: ParameterSpec, split: PartitionSpec) -> Any:
+    """Return the `PartitionSpec` of each array of a parameter, whose own spec is `split`.
+
+    A quantized parameter's values, scales and zeros are split into the same parts, so that every
+    part is a complete quantized weight (`splitting.split_groups` makes that possible).
     """
     if not isinstance(weight, Quantized):
         return split
@@ -174,25 +185,25 @@ def specs_of(weight: Any, spec: ParameterSpec, split: PartitionSpec) -> Any:
     if isinstance(weight, QuantPair):
         half = spec.axes.index("half")
         axes = axes[:half] + axes[half + 1 :]
-        return QuantPair(_of_weight(weight.gate, axes), _of_weight(weight.up, axes))
-    return _of_weight(weight, axes)
+        return QuantPair(_weight_specs(weight.gate, axes), _weight_specs(weight.up, axes))
+    return _weight_specs(weight, axes)
 
 
-def _of_weight(weight: QuantArray | QuantWeight, axes: list[tuple[str, ...]]) -> Any:
+def _weight_specs(weight: QuantArray | QuantWeight, axes: list[tuple[str, ...]]) -> Any:
     if isinstance(weight, QuantArray):
         return jax.tree.map(lambda array: PartitionSpec(*axes), weight)
     stage = axes[:-2]
     return dataclasses.replace(
         weight,
-        weight=_of_weight(weight.weight, axes),
+        weight=_weight_specs(weight.weight, axes),
         order=None if weight.order is None else PartitionSpec(*stage, None),
         x_scale=None if weight.x_scale is None else PartitionSpec(*stage),
     )
 
 
 def tree_shardings(tree: Any, spec: ParameterSpec, sharding: Sharding) -> Any:
-    """`specs_of` on the sharding's mesh."""
+    """Return `partition_specs` as shardings over the sharding's mesh."""
     if not isinstance(sharding, NamedSharding):
         return jax.tree.map(lambda leaf: sharding, tree)
     on_mesh = lambda split: NamedSharding(sharding.mesh, split)
-    return jax.tree.map(on_mesh, specs_of(tree, spec, sharding.spec))
+    return jax.tree.map(on_mesh, partition_specs(tree, spec, sharding.spec))

@@ -23,18 +23,21 @@ class Recipe:
     """How a product's weight is quantized, and x with it where `activation_dtype` is set."""
 
     bits: int
-    most_group: int | None = None  # rows that share a scale, where D allows; None: all of D
+    max_group_size: int | None = None  # rows that share a scale, where D allows; None: all of D
     has_zeros: bool = False
     is_float: bool = False
     scale_dtype: Any = np.float32
     activation_dtype: str | None = None
 
     def group_size(self, D: int) -> int:
-        """Of D rows: all of them, or the largest power of two up to `most_group` that divides D; D
-        itself where that is below 16."""
-        if self.most_group is None:
+        """Return the group size for D rows.
+
+        It is the largest power of two up to `max_group_size` that divides D, or D itself if that
+        is below 16 or `max_group_size` is None.
+        """
+        if self.max_group_size is None:
             return D
-        group = min(self.most_group, D & -D)
+        group = min(self.max_group_size, D & -D)
         return group if group >= 16 else D
 
 
@@ -42,14 +45,14 @@ class Recipe:
 # 4.25 bits a weight.
 RECIPES: Mapping[str, Recipe] = {
     "int8": Recipe(8),
-    "int4": Recipe(4, most_group=128, has_zeros=True, scale_dtype=np.float16),
+    "int4": Recipe(4, max_group_size=128, has_zeros=True, scale_dtype=np.float16),
     "float8": Recipe(8, is_float=True),
     "int8_w8a8": Recipe(8, activation_dtype="int8"),
     "float8_w8a8": Recipe(8, is_float=True, activation_dtype="float8_e4m3fn"),
 }
 
 
-def recipe_of(kind: str) -> Recipe:
+def get_recipe(kind: str) -> Recipe:
     """`ConfigError` for an unknown `kind`."""
     if kind not in RECIPES:
         raise ConfigError(f"quantize is {kind!r}; it must be one of {', '.join(RECIPES)}")

@@ -17,9 +17,9 @@ import numpy as np
 from absl import logging
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from jaxinfer.loading.quantize import Recipe, can_quantize, quantize_parameter, recipe_of
-from jaxinfer.loading.splitting import Unpackable, place_whole
-from jaxinfer.loading.targets import Repeats, Target, targets_of
+from jaxinfer.loading.quantize import Recipe, can_quantize, get_recipe, quantize_parameter
+from jaxinfer.loading.splitting import UnpackableError, place_whole
+from jaxinfer.loading.targets import HeadRepeats, LoadTarget, load_targets
 from jaxinfer.models.functional import FunctionalModel, Weights
 from jaxinfer.nn.quantized import Quantized
 
@@ -40,9 +40,9 @@ def random_weights(
     `quantize` (a key of `quantize.RECIPES`) quantizes products' weights, each drawn whole on one
     device of every process. `on_progress` gets the bytes of each parameter as it is asked for.
     """
-    recipe = None if quantize is None else recipe_of(quantize)
+    recipe = None if quantize is None else get_recipe(quantize)
     weights = []
-    for target in targets_of(model):
+    for target in load_targets(model):
         if recipe is not None and can_quantize(target.sources[0], recipe):
             weights.append(_quantized(target, seed, recipe))
         else:
@@ -51,19 +51,19 @@ def random_weights(
     return tuple(weights)
 
 
-def _quantized(target: Target, seed: int, recipe: Recipe) -> Any:
+def _quantized(target: LoadTarget, seed: int, recipe: Recipe) -> Any:
     def read(i: int) -> Quantized:
         spec = target.sources[i]
-        return quantize_parameter(spec, np.asarray(_draw(Target(spec, (spec,)), seed)), recipe)
+        return quantize_parameter(spec, np.asarray(_draw(LoadTarget(spec, (spec,)), seed)), recipe)
 
     try:
         return place_whole(target, read)
-    except Unpackable as why:
+    except UnpackableError as why:
         logging.warning("%s is not quantized, because %s", target.spec.path, why)
         return _draw(target, seed)
 
 
-def _draw(target: Target, seed: int) -> jax.Array:
+def _draw(target: LoadTarget, seed: int) -> jax.Array:
     spec, source = target.spec, target.sources[0]
     sharding = target.sharding or SingleDeviceSharding(jax.local_devices()[0])
     *modules, name = spec.path.split(".")
@@ -89,7 +89,7 @@ def _normal(
     shape: tuple[int, ...],
     dtype: Any,
     is_stacked: bool,
-    repeats: Repeats | None,
+    repeats: HeadRepeats | None,
     sharding: Sharding,
 ) -> jax.Array:
     """A parameter for each of the names, stacked or alone."""
@@ -99,7 +99,7 @@ def _normal(
         values = jax.random.normal(own_key, shape, dtype) * jnp.asarray(scale, dtype)
         if repeats is None:
             return values
-        index = repeats.index(repeats.held_shape(shape)[repeats.axis])
+        index = repeats.stored_indices(repeats.repeated_shape(shape)[repeats.axis])
         return jnp.take(values, index, axis=repeats.axis)
 
     values = jax.vmap(draw)(names) if is_stacked else draw(names[0])

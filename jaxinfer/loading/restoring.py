@@ -1,10 +1,10 @@
-"""Parameters out of a converted checkpoint (`orbax.py`), on one device or on a mesh.
+"""Restore the parameters of a converted checkpoint (`orbax.py`), on one device or on a mesh.
 
-Each array is stored as the model on one device has it. On a mesh the devices of a stage restore
-that stage's, each its own slices, which are then joined to one array over all stages: none moves.
-Some is read whole by every process, a few parameters at a time: what a device holds is no slice of
-keys and values whose heads are repeated, and none of a quantized parameter where the mesh splits
-groups or packed bytes.
+Each array is stored as the single-device model has it. On a mesh, the devices of a pipeline stage
+restore that stage's arrays, each device its own slice, and these become one array over all stages
+without moving data. Two kinds of parameters are read whole by every process, a few at a time,
+because a device's data is not a slice of the stored array: keys and values whose heads are
+repeated, and quantized parameters whose groups or packed bytes the mesh splits.
 """
 
 from __future__ import annotations
@@ -22,25 +22,27 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from jaxinfer.kernels.quantized_matmul import dequantize
 from jaxinfer.loading.checkpoint import ARRAYS_FOLDER, MANIFEST_FILE, CheckpointError
 from jaxinfer.loading.load_report import LoadReport
-from jaxinfer.loading.manifest import CONVERT_AGAIN, checked
-from jaxinfer.loading.placement import Piece, owned_bounds, place, tree_shardings
-from jaxinfer.loading.splitting import Unpackable, is_divided, place_whole
-from jaxinfer.loading.targets import Target, full_axes
+from jaxinfer.loading.manifest import CONVERT_AGAIN, check_parameters
+from jaxinfer.loading.placement import Piece, device_bounds, place, tree_shardings
+from jaxinfer.loading.splitting import UnpackableError, can_split_rows, place_whole
+from jaxinfer.loading.targets import LoadTarget, full_axes
 from jaxinfer.models.functional import FunctionalModel, ParameterSpec, Weights
 from jaxinfer.nn.quantized import Quantized, QuantPair, QuantWeight
 
-# Read at once, a step of the progress bar; the host holds two or three times that in the meantime.
+# Parameters are read in groups of this size, each a step of the progress bar; host memory holds two
+# or three times as much meanwhile.
 GROUP_BYTES = 64 * 2**20
-Entries = Mapping[str, Any]  # by path, with a `ShapeDtypeStruct` for each array
+Entries = Mapping[str, Any]  # parameters by path, with a `ShapeDtypeStruct` for each array
 
 
 def named_leaves(path: str, parameter: Any) -> Iterator[tuple[str, Any]]:
-    """Each array of a parameter by the name it is stored under."""
+    """List the arrays of a parameter with the names under which they are stored."""
     for keys, leaf in jax.tree_util.tree_flatten_with_path(parameter)[0]:
         yield path + "".join(f".{key.name}" for key in keys), leaf
 
 
 def handler() -> ocp.PyTreeCheckpointHandler:
+    """Return the Orbax handler that converted checkpoints are written and read with."""
     return ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True, use_compression=False)
 
 
@@ -49,39 +51,42 @@ def restore(
     parameters: Mapping[str, Any],
     quantization: str | None,
     model: FunctionalModel,
-    targets: Sequence[Target],
+    targets: Sequence[LoadTarget],
     *,
     keep_packed: bool,
     quantize: str | None,
     on_progress: Callable[[int], Any],
 ) -> Weights:
-    """`load_weights` of a converted checkpoint, whose manifest has these `parameters`."""
+    """Load the weights of a converted checkpoint whose manifest lists these `parameters`.
+
+    The contract is that of `jaxinfer.loading.assign.load_weights`.
+    """
     if quantize not in (None, quantization):
         raise CheckpointError(
-            f"{directory}: was converted with quantize={quantization}; quantize={quantize} needs "
-            f"another conversion: jaxinfer convert --quantize={quantize}"
+            f"{directory}: was converted with quantize={quantization}, not quantize={quantize}; "
+            f"convert the original again with jaxinfer convert --quantize={quantize}"
         )
-    found = checked(directory / MANIFEST_FILE, parameters, model)
+    found = check_parameters(directory / MANIFEST_FILE, parameters, model)
     entries = {spec.path: entry for spec, entry in found}
     keeps = keep_packed or quantize is not None
     report = LoadReport()
     weights: list[Any] = []
     with ocp.Checkpointer(handler()) as checkpointer:
         for group in _groups(targets, entries):
-            wanted = [_places(target, entries, keeps) for target in group]
-            trees = {path: entries[path] for places in wanted for path in places}
-            where = {path: place for places in wanted for path, place in places.items()}
+            group_shardings = [_source_shardings(target, entries, keeps) for target in group]
+            trees = {path: entries[path] for found in group_shardings for path in found}
+            shardings = {path: s for found in group_shardings for path, s in found.items()}
             try:
-                trees = _read(checkpointer, directory / ARRAYS_FOLDER, trees, where)
-            # Orbax and TensorStore raise errors of many classes for what is missing or damaged.
+                trees = _read(checkpointer, directory / ARRAYS_FOLDER, trees, shardings)
+            # Orbax and TensorStore raise errors of many classes for missing or damaged files.
             except Exception as error:
                 raise CheckpointError(
                     f"{directory / ARRAYS_FOLDER}: cannot be restored ({error}); {CONVERT_AGAIN}"
                 ) from error
             for target in group:
-                own = {s.path: trees.pop(s.path) for s in target.sources if s.path in trees}
-                weight = _placed(directory, target, own, entries, keeps, report)
-                # Others were finite when they were converted.
+                sources = {s.path: trees.pop(s.path) for s in target.sources if s.path in trees}
+                weight = _place_sources(directory, target, sources, entries, keeps, report)
+                # The others were finite when they were converted.
                 if _may_be_infinite(target, parameters):
                     _check_finite(directory, target.spec, weight)
                 weights.append(weight)
@@ -90,36 +95,38 @@ def restore(
     return tuple(weights)
 
 
-def _places(target: Target, entries: Entries, keeps: bool) -> dict[str, Any]:
-    """Where each of the sources' arrays shall lie first, by path; None: on the host. Without those
-    of which this process holds nothing."""
+def _source_shardings(target: LoadTarget, entries: Entries, keeps: bool) -> dict[str, Any]:
+    """Return the sharding with which each array of the sources is read, by path.
+
+    None reads an array to the host. Sources of which this process holds nothing are left out.
+    """
     if target.sharding is None:
         here = SingleDeviceSharding(jax.local_devices()[0])
         [source] = target.sources
         return {source.path: tree_shardings(entries[source.path], source, here)}
-    if not _is_cut_as_stored(target, entries, keeps):
+    if not _is_sliced_as_stored(target, entries, keeps):
         return {s.path: jax.tree.map(lambda leaf: None, entries[s.path]) for s in target.sources}
-    places = {}
+    shardings = {}
     for stage, source in enumerate(target.sources):
         sharding = _stage_sharding(target, stage)
         if sharding.addressable_devices:
-            places[source.path] = tree_shardings(entries[source.path], source, sharding)
-    return places
+            shardings[source.path] = tree_shardings(entries[source.path], source, sharding)
+    return shardings
 
 
-def _is_cut_as_stored(target: Target, entries: Entries, keeps: bool) -> bool:
-    """Whether the devices' slices are slices of what is stored."""
+def _is_sliced_as_stored(target: LoadTarget, entries: Entries, keeps: bool) -> bool:
+    """Whether the devices' slices are slices of the stored arrays."""
     if target.repeats is not None:
         return False
     found = [entries[source.path] for source in target.sources]
     if not any(isinstance(entry, Quantized) for entry in found):
         return True
     structures = {(jax.tree.structure(e), str(jax.tree.leaves(e))) for e in found}
-    return keeps and len(structures) == 1 and is_divided(found[0], target.row_parts)
+    return keeps and len(structures) == 1 and can_split_rows(found[0], target.row_parts)
 
 
-def _stage_sharding(target: Target, stage: int) -> NamedSharding:
-    """Of one source over the devices of its stage."""
+def _stage_sharding(target: LoadTarget, stage: int) -> NamedSharding:
+    """Return the sharding of one source over the devices of its stage."""
     sharding = target.sharding
     assert sharding is not None
     mesh, axes = sharding.mesh, full_axes(sharding.spec, len(target.spec.shape))
@@ -132,66 +139,67 @@ def _stage_sharding(target: Target, stage: int) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*axes))
 
 
-def _placed(
+def _place_sources(
     directory: Path,
-    target: Target,
-    own: Mapping[str, Any],
+    target: LoadTarget,
+    sources: Mapping[str, Any],
     entries: Entries,
     keeps: bool,
     report: LoadReport,
 ) -> Any:
-    """The parameter, of what was read of its sources."""
+    """Make the parameter from its sources that were read."""
     first = target.sources[0]
     if target.sharding is None:
-        weight = own[first.path]
+        weight = sources[first.path]
         if isinstance(weight, Quantized) and not keeps:
-            return dense(weight, first)
+            return dequantize_parameter(weight, first)
         return weight
-    if _is_cut_as_stored(target, entries, keeps):
-        return _joined(target, own, entries[first.path])
+    if _is_sliced_as_stored(target, entries, keeps):
+        return _join_stages(target, sources, entries[first.path])
     if keeps:
         try:
-            return place_whole(target, lambda i: own[target.sources[i].path])
-        except Unpackable as why:
+            return place_whole(target, lambda i: sources[target.sources[i].path])
+        except UnpackableError as why:
             report.add("dequantized", target.spec.path, str(why))
     pieces = []
     for stage, source in enumerate(target.sources):
-        read = lambda source=source: _dense_on_host(own[source.path], source)
+        read = lambda source=source: _dense_on_host(sources[source.path], source)
         index = (stage,) if target.is_stacked else ()
         pieces.append(Piece(f"{directory}: {source.path}", index, read))
     return place(target, pieces)
 
 
-def _joined(target: Target, own: Mapping[str, Any], entry: Any) -> Any:
-    """The sources' arrays, each on the devices of its stage, as one over all of them."""
+def _join_stages(target: LoadTarget, sources: Mapping[str, Any], entry: Any) -> Any:
+    """Join the sources' arrays, each on the devices of its stage, into arrays over all stages."""
     assert target.sharding is not None
-    found = [jax.tree.leaves(tree) for tree in own.values()]
+    found = [jax.tree.leaves(tree) for tree in sources.values()]
     leaves, structure = jax.tree.flatten(entry)
-    where = jax.tree.leaves(tree_shardings(entry, target.spec, target.sharding))
+    shardings = jax.tree.leaves(tree_shardings(entry, target.spec, target.sharding))
     joined = []
-    for i, (leaf, sharding) in enumerate(zip(leaves, where, strict=True)):
+    for i, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
         arrays, shape = [leaves[i] for leaves in found], leaf.shape
         if target.is_stacked:
             arrays, shape = [jnp.expand_dims(a, 0) for a in arrays], (len(target.sources), *shape)
-        held = {shard.device: shard.data for array in arrays for shard in array.addressable_shards}
-        parts = [held[device] for device in owned_bounds(sharding, shape)]
+        shards = {s.device: s.data for array in arrays for s in array.addressable_shards}
+        parts = [shards[device] for device in device_bounds(sharding, shape)]
         joined.append(jax.make_array_from_single_device_arrays(shape, sharding, parts))
     return jax.tree.unflatten(structure, joined)
 
 
 def _dense_on_host(weight: Any, spec: ParameterSpec) -> np.ndarray:
-    return np.asarray(dense(weight, spec) if isinstance(weight, Quantized) else weight)
+    is_quantized = isinstance(weight, Quantized)
+    return np.asarray(dequantize_parameter(weight, spec) if is_quantized else weight)
 
 
-def _may_be_infinite(target: Target, parameters: Mapping[str, Any]) -> bool:
-    """Whether it is quantized, or of a type whose numbers can be too large for the model's."""
-    most = float(jnp.finfo(target.spec.dtype).max)
+def _may_be_infinite(target: LoadTarget, parameters: Mapping[str, Any]) -> bool:
+    """Whether a source is quantized, or its stored type has numbers too large for the model's."""
+    limit = float(jnp.finfo(target.spec.dtype).max)
     found = [parameters[source.path].get("dtype") for source in target.sources]
-    return any(d is None or float(jnp.finfo(jnp.dtype(d)).max) > most for d in found)
+    return any(d is None or float(jnp.finfo(jnp.dtype(d)).max) > limit for d in found)
 
 
 def _check_finite(directory: Path, spec: ParameterSpec, weight: Any) -> None:
-    """`CheckpointError` for NaN and infinity, of a quantized parameter in its scales."""
+    """Raise `CheckpointError` for NaN and infinity; in a quantized parameter its scales count."""
     for leaf in jax.tree.leaves(weight):
         is_wide = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize > 1
         if is_wide and not jnp.isfinite(leaf).all():
@@ -202,15 +210,15 @@ def _check_finite(directory: Path, spec: ParameterSpec, weight: Any) -> None:
             )
 
 
-def dense(weight: Quantized, spec: ParameterSpec) -> jax.Array:
-    """The array that a quantized parameter stands for."""
+def dequantize_parameter(weight: Quantized, spec: ParameterSpec) -> jax.Array:
+    """Return the array that a quantized parameter represents."""
     if isinstance(weight, QuantPair):
-        return jnp.stack([dense(half, spec) for half in (weight.gate, weight.up)])
+        return jnp.stack([dequantize_parameter(half, spec) for half in (weight.gate, weight.up)])
     order = None
     if isinstance(weight, QuantWeight):
         order, weight = weight.order, weight.weight
     matrix = dequantize(weight, spec.dtype)
-    if order is not None:  # row d multiplies x's number order[d]
+    if order is not None:  # row d multiplies x[order[d]]
         matrix = jnp.take_along_axis(matrix, jnp.argsort(order, axis=-1)[..., None], axis=-2)
     return matrix.T if spec.packs == "table" else matrix
 
@@ -219,14 +227,14 @@ def _read(
     checkpointer: ocp.Checkpointer,
     folder: Path,
     trees: Mapping[str, Any],
-    where: Mapping[str, Any],
+    shardings: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The parameters by path, from what each of their arrays is and where it shall lie."""
-    targets = dict(leaf for path, tree in trees.items() for leaf in named_leaves(path, tree))
-    places = dict(leaf for path, tree in where.items() for leaf in named_leaves(path, tree))
-    how = {name: _how(leaf, places.get(name)) for name, leaf in targets.items()}
-    # Partial: the others are left where they are.
-    args = ocp.args.PyTreeRestore(item=targets, restore_args=how, partial_restore=True)
+    """Read the parameters of these paths, each array with its sharding."""
+    leaves = dict(leaf for path, tree in trees.items() for leaf in named_leaves(path, tree))
+    placed = dict(leaf for path, tree in shardings.items() for leaf in named_leaves(path, tree))
+    restore_args = {name: _restore_args(leaf, placed.get(name)) for name, leaf in leaves.items()}
+    # Partial, because the checkpoint has other arrays that are not read now.
+    args = ocp.args.PyTreeRestore(item=leaves, restore_args=restore_args, partial_restore=True)
     arrays = checkpointer.restore(folder.absolute(), args=args)
     return {
         path: jax.tree.unflatten(
@@ -236,15 +244,15 @@ def _read(
     }
 
 
-def _how(leaf: Any, place: Sharding | None) -> ocp.RestoreArgs:
-    if place is None:
+def _restore_args(leaf: Any, sharding: Sharding | None) -> ocp.RestoreArgs:
+    if sharding is None:
         return ocp.RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype)
-    return ocp.ArrayRestoreArgs(sharding=place, global_shape=leaf.shape, dtype=leaf.dtype)
+    return ocp.ArrayRestoreArgs(sharding=sharding, global_shape=leaf.shape, dtype=leaf.dtype)
 
 
-def _groups(targets: Sequence[Target], entries: Entries) -> Iterator[list[Target]]:
-    """Stretches of at least `GROUP_BYTES`, but for the last."""
-    group: list[Target] = []
+def _groups(targets: Sequence[LoadTarget], entries: Entries) -> Iterator[list[LoadTarget]]:
+    """Split the targets, in order, into groups of at least `GROUP_BYTES` (the last may be less)."""
+    group: list[LoadTarget] = []
     num_bytes = 0
     for target in targets:
         group.append(target)

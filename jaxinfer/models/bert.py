@@ -1,7 +1,8 @@
 """BERT, RoBERTa, XLM-RoBERTa and CamemBERT, and the sentence models made of them.
 
 They differ in where positions begin: RoBERTa's table has padding's id + 1 rows before the first
-token's. Pooling and normalization are no part of the model: `loading/sentence.py` reads them.
+token's. Pooling and normalization are not part of the model: `loading/sentence_options.py` reads
+their options.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.config import EngineConfig, MeshConfig
 from jaxinfer.execution.kv_cache import CacheShape, cells_of_part
-from jaxinfer.loading.splitting import Unpackable, place_whole
-from jaxinfer.loading.targets import targets_of
+from jaxinfer.loading.splitting import UnpackableError, place_whole
+from jaxinfer.loading.targets import load_targets
 from jaxinfer.models.functional import FunctionalModel, ParameterSpec, Weights
 from jaxinfer.options import ConfigError
 from jaxinfer.parallel.hosts.facts import check_mesh
@@ -113,11 +113,11 @@ class ShardedModel:
             return weights
         by_path = {s.path: w for s, w in zip(self.model.parameters, weights, strict=True)}
         placed = []
-        for target in targets_of(self):
+        for target in load_targets(self):
             of_source = lambda i, target=target: by_path[target.sources[i].path]
             try:
                 placed.append(place_whole(target, of_source))
-            except Unpackable as why:
+            except UnpackableError as why:
                 raise ConfigError(
                     f"{target.spec.path} is quantized, and cannot be on this mesh: {why}; load its "
                     "numbers (load_weights of the ShardedModel dequantizes what it has to)"

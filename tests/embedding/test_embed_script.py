@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxinfer.embedding.sentences import encode_text, finished
+from jaxinfer.embedding.sentences import encode_text, finalize_vectors
 from tests.support.paths import ROOT
 from tests.support.tiny_encoder import checkpoint, tiny_embedder
 from tests.support.tiny_server import checkpoint as decoder
@@ -38,7 +38,7 @@ def test_texts_of_a_file_come_out_in_order():
     assert [row["text"] for row in rows] == texts and [row["index"] for row in rows] == [0, 1, 2]
     embedder = tiny_embedder()
     ids = [encode_text(embedder, t, prompt_name="query", truncate=True) for t in texts]
-    wanted = finished(embedder, embedder.embed(ids), dimensions=8)
+    wanted = finalize_vectors(embedder, embedder.embed(ids), dimensions=8)
     assert [row["num_tokens"] for row in rows] == [len(each) for each in ids]
     assert np.abs(np.array([row["embedding"] for row in rows]) - wanted).max() < 1e-5
     assert "tiny: 24,352 parameters, 0.1 MB, 4.00 bytes each" in done.stderr

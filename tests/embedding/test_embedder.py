@@ -7,7 +7,7 @@ import pytest
 
 from jaxinfer import LLM, CheckpointError, ConfigError, InvalidRequestError
 from jaxinfer.build import need_engine
-from jaxinfer.embedding.sentences import encode_text, finished, truncated
+from jaxinfer.embedding.sentences import encode_text, finalize_vectors, truncate_token_ids
 from tests.support import running
 from tests.support.tiny_encoder import (
     DIM,
@@ -149,7 +149,7 @@ def test_a_texts_own_special_tokens_do_not_mislead_the_cut(embedder):
 )
 def test_a_cut_text_keeps_the_special_token_at_its_end(ids, bare, max_len, wanted):
     empty = [2, 3] if ids[-1] == 3 else [2]
-    assert truncated(ids, bare, empty, max_len) == wanted
+    assert truncate_token_ids(ids, bare, empty, max_len) == wanted
 
 
 def test_prompts_by_name(embedder):
@@ -194,7 +194,7 @@ def test_vectors_are_cut_then_normalized(llm):
 
 
 def test_a_vector_of_zeros_stays_one(embedder):
-    assert not finished(embedder, np.zeros((1, DIM), np.float32), normalize=True).any()
+    assert not finalize_vectors(embedder, np.zeros((1, DIM), np.float32), normalize=True).any()
 
 
 def test_one_text_or_a_list_of_ids_is_one_row(llm):
@@ -233,8 +233,8 @@ def test_max_len_may_be_raised_to_the_models_positions_and_no_further():
 @pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"quantize": "int8"}])
 def test_reduced_types_stay_near(embedder, options):
     texts = texts_of_lengths([9])
-    wanted = finished(embedder, embedder.embed(texts))
-    found = finished(embedder, tiny_embedder(options).embed(texts))
+    wanted = finalize_vectors(embedder, embedder.embed(texts))
+    found = finalize_vectors(embedder, tiny_embedder(options).embed(texts))
     assert ((wanted * found).sum(axis=1) > 0.999).all()
     assert np.abs(wanted - found).max() > 1e-6
 

@@ -4,7 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.embedding.pooling import MODES, pool
+from jaxinfer.embedding.pooling import pool
+from jaxinfer.loading.sentence_options import POOLING_MODES
 
 LENGTHS = np.array([5, 1, 3], np.int32)
 HIDDEN = np.random.default_rng(0).normal(size=(3, 5, 8)).astype(np.float32)
@@ -25,7 +26,7 @@ def by_the_formula(x: np.ndarray, mode: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("padding", [0.0, 1e9, np.nan])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", POOLING_MODES)
 def test_each_mode_is_its_formula_whatever_lies_behind_a_text(mode, padding):
     hidden = HIDDEN.copy()
     for row, length in enumerate(LENGTHS):
@@ -53,9 +54,9 @@ def test_sums_are_float32_whatever_the_hidden_states_are():
 def test_the_modes_are_those_of_sentence_transformers():
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     name, reason = "sentence_transformers.sentence_transformer.modules", "not installed"
-    pooling = pytest.importorskip(name, reason=reason).Pooling(8, MODES)
+    pooling = pytest.importorskip(name, reason=reason).Pooling(8, POOLING_MODES)
     mask = torch.tensor((np.arange(5) < LENGTHS[:, None]).astype(np.int64))
     features = {"token_embeddings": torch.tensor(HIDDEN), "attention_mask": mask}
     wanted = pooling(features)["sentence_embedding"].numpy()
-    found = np.asarray(pool(jnp.asarray(HIDDEN), jnp.asarray(LENGTHS), MODES))
+    found = np.asarray(pool(jnp.asarray(HIDDEN), jnp.asarray(LENGTHS), POOLING_MODES))
     assert np.abs(found - wanted).max() < 1e-6

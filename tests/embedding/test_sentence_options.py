@@ -8,7 +8,7 @@ import pytest
 
 from jaxinfer import CheckpointError
 from jaxinfer.loading import open_checkpoint
-from jaxinfer.loading.sentence import SentenceOptions, sentence_options
+from jaxinfer.loading.sentence_options import SentenceOptions, sentence_options
 from jaxinfer.loading.tokenizers import sentencepiece_files
 from tests.support.families_encoders import CASES
 from tests.support.family_bench import make_tensors, recorded, write_gguf, write_huggingface
@@ -105,15 +105,15 @@ def test_a_default_prompt(options_of):
         ({"modules.json": [*MODULES[:2], DENSE]}, "the step Dense .'2_Dense'. is not supported"),
         ({"modules.json": MODULES[::-1]}, "in this order"),
         ({"modules.json": [MODULES[0]]}, "in this order"),
-        ({"modules.json": [{**MODULES[0], "path": "0_T"}, MODULES[1]]}, "lies in '0_T'"),
-        ({"modules.json": {"a": 1}}, "no list of steps"),
+        ({"modules.json": [{**MODULES[0], "path": "0_T"}, MODULES[1]]}, "is in '0_T'"),
+        ({"modules.json": {"a": 1}}, "not a list of steps"),
         ({"modules.json": "{"}, r"modules\.json: cannot be read"),
         ({"modules.json": "[" * 100_000}, r"modules\.json: cannot be read"),
-        ({"modules.json": at(None)}, "path None is no folder inside"),
-        ({"modules.json": at(3)}, "path 3 is no folder inside"),
-        ({"modules.json": at("../other")}, r"path '\.\./other' is no folder inside"),
-        ({"modules.json": at("1_Pooling/../..")}, "is no folder inside"),
-        ({"modules.json": at("/etc")}, "path '/etc' is no folder inside"),
+        ({"modules.json": at(None)}, "path None is not a folder inside"),
+        ({"modules.json": at(3)}, "path 3 is not a folder inside"),
+        ({"modules.json": at("../other")}, r"path '\.\./other' is not a folder inside"),
+        ({"modules.json": at("1_Pooling/../..")}, "is not a folder inside"),
+        ({"modules.json": at("/etc")}, "path '/etc' is not a folder inside"),
         (pooling(include_prompt=False), "include_prompt"),
         (pooling(pooling_mode="attention"), "attention"),
         (pooling(pooling_mode=3), "3"),
@@ -121,8 +121,8 @@ def test_a_default_prompt(options_of):
         ({"1_Pooling/config.json": "["}, "1_Pooling"),
         ({"sentence_bert_config.json": {"max_seq_length": 0}}, "max_seq_length is 0"),
         ({"sentence_bert_config.json": {"do_lower_case": "no"}}, "do_lower_case is 'no'"),
-        ({"config_sentence_transformers.json": {"prompts": {"a": 1}}}, "no object of texts"),
-        ({"config_sentence_transformers.json": {"default_prompt_name": "q"}}, "'q' is none of"),
+        ({"config_sentence_transformers.json": {"prompts": {"a": 1}}}, "not an object of strings"),
+        ({"config_sentence_transformers.json": {"default_prompt_name": "q"}}, "'q' is not among"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(options_of, changes, said):

@@ -8,7 +8,12 @@ from hypothesis import strategies as st
 
 from jaxinfer import ConfigError, SchedulerConfig
 from jaxinfer.config import EngineConfig, from_mapping
-from jaxinfer.embedding.text_batches import Bucket, WaitingTexts, buckets_for, check_config
+from jaxinfer.embedding.text_batches import (
+    TextBucket,
+    WaitingTexts,
+    buckets_for,
+    check_encoder_config,
+)
 from jaxinfer.engine.request import FinishReason, Request
 from jaxinfer.sampling.params import SamplingParams
 
@@ -52,7 +57,7 @@ def test_every_text_has_a_shape_and_no_batch_passes_the_budget(
         assert bucket.rows <= max_num_seqs and bucket.length <= max_len
         assert bucket.rows == 1 or bucket.rows * bucket.length <= max_tokens
     lengths = sorted({bucket.length for bucket in buckets})
-    assert all(Bucket(1, length) in buckets for length in lengths)
+    assert all(TextBucket(1, length) in buckets for length in lengths)
     assert all(b <= growth * a for a, b in itertools.pairwise(lengths))
 
 
@@ -102,8 +107,8 @@ def test_rows_that_would_be_padding_go_to_shorter_texts():
 def test_options_of_generation_are_refused_by_name(options):
     [name] = options
     with pytest.raises(ConfigError, match=name):
-        check_config(from_mapping(options))
+        check_encoder_config(from_mapping(options))
 
 
 def test_random_weights_have_a_seed():
-    check_config(from_mapping({"seed": 1, "load_format": "random"}))
+    check_encoder_config(from_mapping({"seed": 1, "load_format": "random"}))

@@ -21,7 +21,7 @@ from jaxinfer.loading.checkpoint import Checkpoint
 from jaxinfer.loading.load_report import LoadReport
 from jaxinfer.loading.orbax import write_converted
 from jaxinfer.loading.quantize import RECIPES
-from jaxinfer.loading.restoring import dense
+from jaxinfer.loading.restoring import dequantize_parameter
 from jaxinfer.models.functional import Weights
 from jaxinfer.nn.layers import Numerics
 from jaxinfer.nn.quantized import QuantWeight
@@ -210,7 +210,7 @@ def test_rows_in_an_order_of_their_own_are_put_back():
     rows = np.take_along_axis(matrix, order[..., None], axis=1)
     weight = QuantWeight(quantize(rows, 8, 32), jnp.asarray(order, jnp.int32))
     spec: Any = SimpleNamespace(dtype=jnp.float32, packs="matrix")
-    np.testing.assert_allclose(dense(weight, spec), matrix, atol=0.02)
+    np.testing.assert_allclose(dequantize_parameter(weight, spec), matrix, atol=0.02)
 
 
 def test_plain_parameters_come_back_in_the_type_that_is_asked_for(converted):
@@ -251,7 +251,7 @@ def test_scales_that_are_not_finite_are_refused(tmp_path):
 
 def test_what_became_of_the_weights_is_logged(converted, monkeypatch):
     lines: list[str] = []
-    keep = lambda report, model, weights: lines.append(report.line(model, weights))
+    keep = lambda report, model, weights: lines.append(report.summary(model, weights))
     monkeypatch.setattr(LoadReport, "log", keep)
     restore(converted)
     assert len(lines) == 1 and lines[0].startswith("weights: ")

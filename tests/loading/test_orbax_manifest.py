@@ -41,7 +41,7 @@ def as_quantized(**changes: Any) -> dict[str, Any]:
 
 
 DAMAGED_ENTRIES = {
-    "a string": ("float32", "no parameter"),
+    "a string": ("float32", "not a parameter"),
     "a list of fields": ({"class": "QuantArray", "fields": [1]}, "AttributeError"),
     "an unknown class": ({"class": "int", "fields": {}}, "KeyError"),
     "no values": (as_quantized(values=None), "AttributeError"),

@@ -11,8 +11,8 @@ import pytest
 from jaxinfer.loading import CheckpointError, open_checkpoint
 from jaxinfer.loading.assign import functional_model, load_weights
 from jaxinfer.loading.checkpoint import aligned_empty, is_aligned
-from jaxinfer.loading.placement import Piece, copy_finite, place
-from jaxinfer.loading.targets import Target
+from jaxinfer.loading.placement import Piece, copy_checked, place
+from jaxinfer.loading.targets import LoadTarget
 from jaxinfer.models.functional import ParameterSpec
 from jaxinfer.nn.layers import Numerics
 from tests.support.family_bench import make_tensors, recorded, write_huggingface
@@ -21,9 +21,9 @@ from tests.support.family_groups import GROUPS
 FLOAT32 = np.dtype(np.float32)
 
 
-def target(shape: tuple[int, ...], dtype: Any) -> Target:
+def target(shape: tuple[int, ...], dtype: Any) -> LoadTarget:
     spec = ParameterSpec("w", shape, dtype, shape, ("model",) * len(shape))
-    return Target(spec, (spec,))
+    return LoadTarget(spec, (spec,))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16])
@@ -33,7 +33,7 @@ def test_copying_keeps_the_values_in_any_order(dtype, shape):
     for turned in (values, values.T, values.swapaxes(0, -1) if values.ndim else values):
         buffer = aligned_empty(turned.shape, np.dtype(dtype))
         assert is_aligned(buffer)
-        copy_finite(buffer, turned, "w")
+        copy_checked(buffer, turned, "w")
         np.testing.assert_array_equal(buffer.astype(np.float32), turned)
 
 
@@ -56,7 +56,7 @@ def test_two_tensors_of_one_parameter_are_both_named(tmp_path):
     other = "wte.weight" if bare != "wte.weight" else "transformer.wte.weight"
     tensors[other] = tensors[bare].copy()
     checkpoint = open_checkpoint(write_huggingface(case, tensors, tmp_path))
-    with pytest.raises(CheckpointError, match=r"wte\.weight and .*wte\.weight are both the same"):
+    with pytest.raises(CheckpointError, match=r"wte\.weight and .*wte\.weight belong to the same"):
         load_weights(checkpoint, functional_model(checkpoint, Numerics()))
 
 

@@ -14,7 +14,7 @@ from jaxinfer.config import from_mapping
 from jaxinfer.loading import Checkpoint, open_checkpoint
 from jaxinfer.loading.assign import functional_model, load_weights
 from jaxinfer.loading.load_report import LoadReport
-from jaxinfer.loading.quantize import recipe_of
+from jaxinfer.loading.quantize import get_recipe
 from jaxinfer.models.functional import Weights
 from jaxinfer.nn.layers import Numerics
 from jaxinfer.nn.quantized import Quantized
@@ -73,7 +73,7 @@ def test_options_are_honoured_or_refused(tmp_path):
     with pytest.raises(ConfigError, match="quantize is 'int4', but no weight"):
         running.engine(tiny_model(), dense, {"quantize": "int4"})
     with pytest.raises(ConfigError, match="quantize is 'int3'; it must be one of"):
-        recipe_of("int3")
+        get_recipe("int3")
 
 
 def requantized(checkpoint: Checkpoint, kind: str, path: Path) -> Checkpoint:
@@ -105,7 +105,7 @@ def test_the_demo_model_stays_as_small_as_its_file(tmp_path):
         packed = load_weights(checkpoint, model, keep_packed=True)
         size = sum(weight.nbytes for weight in packed)
         assert size <= 1.0 * checkpoint.path.stat().st_size  # must: 1.15
-        line = LoadReport().line(model, packed)
+        line = LoadReport().summary(model, packed)
         assert "134,515,008 parameters" in line and "quantized: 181 of 242" in line
         expected = running.all_logits(model, load_weights(checkpoint, model), ids)
         assert relative(running.all_logits(model, packed, ids), expected) <= 2e-3  # must: 1e-2

@@ -143,14 +143,14 @@ def test_experts_are_quantized_matrix_by_matrix(monkeypatch):
 
 def test_experts_whose_activations_stay_as_they_are_are_reported(tmp_path, monkeypatch):
     lines: list[str] = []
-    keep = lambda report, model, weights: lines.append(report.line(model, weights))
+    keep = lambda report, model, weights: lines.append(report.summary(model, weights))
     monkeypatch.setattr(LoadReport, "log", keep)
     case = GROUPS["moe"]["mixtral"]
     tensors = make_tensors(recorded("moe")["mixtral"]["shapes"], case.seed)
     checkpoint = open_checkpoint(write_huggingface(case, tensors, tmp_path))
     load_weights(checkpoint, functional_model(checkpoint, Numerics()), quantize="int8_w8a8")
     assert re.search(
-        r"activations not quantized to int8: blocks\.0\.\S* and \d+ more, because their product",
+        r"activations not quantized to int8: blocks\.0\.\S* and \d+ more, because their matmul",
         lines[0],
     )
 
@@ -159,7 +159,7 @@ def test_what_is_dequantized_is_reported():
     report = LoadReport()
     report.add("dequantized", "blocks.0.mlp.down.weight", "its parts differ")
     report.add("dequantized", "blocks.1.mlp.down.weight", "its parts differ")
-    assert report.line(tiny_model(), tiny_weights("awq")[2]).endswith(
+    assert report.summary(tiny_model(), tiny_weights("awq")[2]).endswith(
         "4.00 bytes each; dequantized: blocks.0.mlp.down.weight and 1 more, because its parts "
         "differ"
     )

@@ -20,9 +20,9 @@ from jaxinfer.loading.mxfp4 import read_mxfp4
 from jaxinfer.loading.packing import pack_parameter
 from jaxinfer.loading.quantized.gguf_blocks import BLOCKS, read_blocks
 from jaxinfer.loading.quantized.rows import QuantRows
-from jaxinfer.loading.quantized.scheme import unite
-from jaxinfer.loading.splitting import Unpackable, place_whole
-from jaxinfer.loading.targets import Target
+from jaxinfer.loading.quantized.scheme import merge_quantized_layers
+from jaxinfer.loading.splitting import UnpackableError, place_whole
+from jaxinfer.loading.targets import LoadTarget
 from jaxinfer.models.family import (
     AS_STORED,
     LINEAR,
@@ -214,7 +214,7 @@ def test_float16_scales_are_wide_on_a_tpu(monkeypatch):
     packed = pack_parameter(spec(32, 24), [rows], LINEAR, (32, 24))
     for platform, dtype in (("cpu", "float16"), ("tpu", "float32")):
         monkeypatch.setattr(splitting, "platform", lambda platform=platform: platform)
-        placed = place_whole(Target(spec(32, 24), (spec(32, 24),)), lambda i: packed)
+        placed = place_whole(LoadTarget(spec(32, 24), (spec(32, 24),)), lambda i: packed)
         assert placed.scales.dtype == placed.zeros.dtype == dtype and placed.values.dtype == "int8"
 
 
@@ -230,9 +230,9 @@ def test_matrices_stored_inputs_first_and_every_other_output():
 
 def test_what_cannot_stay_packed_says_why():
     cut = Transform(lambda shape: shape, lambda stored, shape: stored[:, ::2].T)
-    with pytest.raises(Unpackable, match="inputs are cut or reordered"):
+    with pytest.raises(UnpackableError, match="inputs are cut or reordered"):
         pack_parameter(spec(16, 24), [some_rows(8, 24, 32)], cut, (16, 24))
-    with pytest.raises(Unpackable, match="in different ways"):
+    with pytest.raises(UnpackableError, match="in different ways"):
         parts = [some_rows(8, 24, 32), some_rows(4, 24, 32)]
         pack_parameter(spec(2, 32, 24), parts, LINEAR, (32, 24))
 
@@ -347,9 +347,9 @@ def test_the_nearest_group_is_a_layers(first, second, expected):
     }
     problems: list[str] = []
     stored = {f"{LAYER}.{n}": t for n, t in stored.items()}
-    united = unite(Path("x"), stored, config, problems)
+    merged = merge_quantized_layers(Path("x"), stored, config, problems)
     assert not problems
-    assert {name: tensor.dtype for name, tensor in united.items()} == {f"{LAYER}.weight": expected}
+    assert {name: tensor.dtype for name, tensor in merged.items()} == {f"{LAYER}.weight": expected}
 
 
 def test_biases_beside_quantized_weights_are_none_where_they_are_zero(tmp_path):

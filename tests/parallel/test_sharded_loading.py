@@ -11,9 +11,9 @@ import pytest
 
 from jaxinfer.kernels.quantized_matmul import QuantArray, quantize
 from jaxinfer.kernels.quantized_matmul.quant_array import unpack
-from jaxinfer.loading.placement import cut
-from jaxinfer.loading.splitting import Unpackable, divided, is_divided
-from jaxinfer.loading.targets import Repeats
+from jaxinfer.loading.placement import slice_values
+from jaxinfer.loading.splitting import UnpackableError, can_split_rows, split_groups
+from jaxinfer.loading.targets import HeadRepeats
 from jaxinfer.nn.quantized import QuantPair, QuantWeight
 from tests.support.child_process import findings
 from tests.support.paths import SUPPORT
@@ -121,10 +121,10 @@ def numbers(weight: QuantArray) -> np.ndarray:
 )
 def test_every_part_of_a_divided_weight_is_one_by_itself(bits, D, group, parts, own_group):
     weight = matrix(bits, D, group)
-    whole = divided(weight, parts)
+    whole = split_groups(weight, parts)
     assert whole.group_size == own_group
-    assert is_divided(whole, parts)
-    assert is_divided(weight, parts) == (weight.group_size == own_group)
+    assert can_split_rows(whole, parts)
+    assert can_split_rows(weight, parts) == (weight.group_size == own_group)
     rows = D // parts
     for part, expected in enumerate(np.split(numbers(weight), parts)):
         arrays = [np.split(a, parts)[part] for a in (whole.values, whole.scales)]
@@ -135,26 +135,27 @@ def test_every_part_of_a_divided_weight_is_one_by_itself(bits, D, group, parts, 
         np.testing.assert_array_equal(numbers(own), expected)
 
 
-def test_what_cannot_be_divided_says_why_and_what_would_do():
+def test_groups_that_cannot_be_split_are_refused_with_possible_numbers_of_parts():
     words = (
-        r"its 96 inputs into 8 parts, of 12, and its groups, of 32, to 4 .*; 1, 2, 3, 6, .* would"
+        r"its 96 inputs into 8 parts of 12, and its groups of 32 into groups of 4 .*; "
+        r"possible numbers of parts are 1, 2, 3, 6, "
     )
-    with pytest.raises(Unpackable, match=words):
-        divided(matrix(8, 96, 32), 8)
+    with pytest.raises(UnpackableError, match=words):
+        split_groups(matrix(8, 96, 32), 8)
     with pytest.raises(
-        Unpackable, match=r"its 24 inputs into 8 parts, of 3, .*; 1, 2, 3, 4, 6, 12 parts"
+        UnpackableError, match=r"its 24 inputs into 8 parts of 3, .*parts are 1, 2, 3, 4, 6, 12$"
     ):
-        divided(matrix(4, 24, 24), 8)
+        split_groups(matrix(4, 24, 24), 8)
     ordered = QuantWeight(matrix(8, 64, 32), order=np.arange(64))
-    with pytest.raises(Unpackable, match="64 inputs stand in an order of their own"):
-        divided(ordered, 2)
-    assert divided(ordered, 1) is ordered
+    with pytest.raises(UnpackableError, match="64 inputs are reordered"):
+        split_groups(ordered, 2)
+    assert split_groups(ordered, 1) is ordered
     pair = QuantPair(QuantWeight(matrix(8, 64, None)), QuantWeight(matrix(8, 64, None)))
-    assert divided(pair, 2).up.weight.group_size == 32
+    assert split_groups(pair, 2).up.weight.group_size == 32
 
 
 @pytest.mark.parametrize(
-    ("num_own", "num_held", "bounds", "expected"),
+    ("num_stored", "num_repeated", "bounds", "expected"),
     [
         (2, 4, (0, 2), [0, 1]),  # a head of two numbers: a run of the model's own
         (2, 4, (2, 6), [0, 1, 2, 3]),
@@ -162,6 +163,9 @@ def test_what_cannot_be_divided_says_why_and_what_would_do():
         (2, 8, (4, 12), [0, 1, 0, 1, 2, 3, 2, 3]),
     ],
 )
-def test_kv_heads_are_repeated_side_by_side(num_own, num_held, bounds, expected):
-    values = np.arange(num_own * 2)
-    assert cut(values, (bounds,), Repeats(-1, num_own, num_held)).tolist() == expected
+def test_kv_heads_are_repeated_side_by_side(num_stored, num_repeated, bounds, expected):
+    values = np.arange(num_stored * 2)
+    assert (
+        slice_values(values, (bounds,), HeadRepeats(-1, num_stored, num_repeated)).tolist()
+        == expected
+    )

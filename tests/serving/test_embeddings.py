@@ -16,7 +16,7 @@ import numpy as np
 import openai
 import pytest
 
-from jaxinfer.embedding.sentences import encode_text, finished
+from jaxinfer.embedding.sentences import encode_text, finalize_vectors
 from jaxinfer.serving import AsyncClient, Client, RpcError
 from jaxinfer.serving.auth import ApiKeys
 from jaxinfer.serving.errors import ServiceError
@@ -46,7 +46,7 @@ def brake(embedder):
 
 def vectors_of(embedder, texts, **named) -> np.ndarray:
     ids = [encode_text(embedder, text, truncate=True) for text in texts]
-    return finished(embedder, embedder.embed(ids), **named)
+    return finalize_vectors(embedder, embedder.embed(ids), **named)
 
 
 def http_of(both: BothProtocols) -> Any:

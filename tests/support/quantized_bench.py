@@ -11,9 +11,9 @@ import numpy as np
 
 from jaxinfer.loading import open_checkpoint
 from jaxinfer.loading.assign import functional_model, load_weights
-from jaxinfer.loading.quantize import can_quantize, quantize_parameter, recipe_of
+from jaxinfer.loading.quantize import can_quantize, get_recipe, quantize_parameter
 from jaxinfer.loading.splitting import place_whole
-from jaxinfer.loading.targets import Target
+from jaxinfer.loading.targets import LoadTarget
 from jaxinfer.models.functional import FunctionalModel, Weights
 from jaxinfer.nn.layers import Numerics
 from tests.support.quantized_checkpoints import TINY, write_quantized
@@ -52,7 +52,7 @@ def quantize_weights(
 ) -> Weights:
     """As `load_weights` quantizes them; `with_embedding` also the table, as GGUF files have it: its
     product takes x as it is."""
-    recipe = recipe_of(kind)
+    recipe = get_recipe(kind)
     of_table = dataclasses.replace(recipe, activation_dtype=None)
     results = []
     for spec, weight in zip(model.parameters, weights, strict=True):
@@ -61,5 +61,5 @@ def quantize_weights(
             weight = quantize_parameter(spec, array, recipe)
         elif spec.packs == "table" and with_embedding:
             weight = quantize_parameter(spec, array.T, of_table)
-        results.append(place_whole(Target(spec, (spec,)), lambda _, weight=weight: weight))
+        results.append(place_whole(LoadTarget(spec, (spec,)), lambda _, weight=weight: weight))
     return tuple(results)

@@ -36,7 +36,7 @@ from jaxinfer.loading.placement import Piece, place, read_slices  # noqa: E402
 from jaxinfer.loading.quantized.gguf_blocks import read_blocks  # noqa: E402
 from jaxinfer.loading.random import random_weights  # noqa: E402
 from jaxinfer.loading.safetensors_header import read_safetensors  # noqa: E402
-from jaxinfer.loading.targets import Repeats, Target  # noqa: E402
+from jaxinfer.loading.targets import HeadRepeats, LoadTarget  # noqa: E402
 from jaxinfer.models import HF_FAMILIES  # noqa: E402
 from jaxinfer.models.functional import FunctionalModel, ParameterSpec  # noqa: E402
 from jaxinfer.nn.layers import FLOAT32, Numerics  # noqa: E402
@@ -174,7 +174,7 @@ def wrong_parts(model: ShardedModel, weights: Any, whole: Any) -> list[str]:
         expected = np.stack(stages) if source.is_stacked else stages[0]
         for at in np.ndindex(model.mesh.devices.shape):  # type: ignore[union-attr]
             part = own_part(model, weight, at)
-            if not np.array_equal(numbers(part, spec), cut(model, expected, spec, at)):
+            if not np.array_equal(numbers(part, spec), slice_values(model, expected, spec, at)):
                 wrong.append(f"{spec.path} at {at}")
     return wrong
 
@@ -186,7 +186,7 @@ def own_part(model: ShardedModel, weight: Any, place: tuple[int, ...]) -> Any:
     return jax.tree.map(lambda a: np.asarray(of_device(a)), weight)
 
 
-def cut(
+def slice_values(
     model: ShardedModel, values: np.ndarray, spec: ParameterSpec, place: tuple[int, ...]
 ) -> np.ndarray:
     """The part of one device: of each axis the run that its place along the mesh axes says."""
@@ -331,7 +331,7 @@ def touched(folder: Path) -> dict[str, float]:
         ("rows", (quarter, (0, D)), (F, D), None, quarter),
         ("columns", ((0, D), quarter), (D, F), None, quarter),
         ("stage", ((1, 2), (0, D), quarter), (2, D, F), None, quarter),
-        ("heads", ((0, D), (F * 7 // 2, F * 4)), (D, F * 4), Repeats(-1, 2, 8), (F // 2, F)),
+        ("heads", ((0, D), (F * 7 // 2, F * 4)), (D, F * 4), HeadRepeats(-1, 2, 8), (F // 2, F)),
     ):
         path = folder / f"{name}.safetensors"
         write_safetensors(path, {"w": values})
@@ -354,7 +354,7 @@ def items() -> dict[str, bool]:
     spec = ParameterSpec("w", (16, 3), FLOAT32, (16, 3), ("experts", "model"))
     pieces = [Piece(str(i), (i,), lambda i=i: np.full(3, i)) for i in range(16)]
     for name, split in (("cut", PartitionSpec("tensor")), ("whole", PartitionSpec())):
-        target = Target(spec, (spec,), sharding=NamedSharding(mesh, split))
+        target = LoadTarget(spec, (spec,), sharding=NamedSharding(mesh, split))
         found[name] = np.asarray(place(target, pieces))[:, 0].tolist() == list(range(16))
     return found
 

@@ -13,7 +13,7 @@ from tokenizers import decoders, models
 from jaxinfer.loading import CheckpointError, open_checkpoint
 from jaxinfer.loading.tokenizers.token_bytes import (
     UnsupportedDecoderError,
-    spelling_of,
+    token_decoding,
     token_table,
 )
 from jaxinfer.text.tokenizer import Tokenizer
@@ -173,8 +173,7 @@ BACKEND = Backend(models.WordLevel({word: i for i, word in enumerate(WORDS)}, un
 )
 def test_every_supported_decoder_decodes_as_the_library_does(decoder):
     BACKEND.decoder = decoder
-    spelling = spelling_of(BACKEND.decoder)
-    table = token_table(BACKEND, spelling, 100)
+    table = token_table(BACKEND, token_decoding(BACKEND.decoder), 100)
     ours = Tokenizer(BACKEND, table.data, first_bytes=table.first)
     cases = [list(ids) for length in (1, 2, 3) for ids in product(range(14), repeat=length)]
     for ids in cases:
@@ -187,4 +186,4 @@ def test_every_supported_decoder_decodes_as_the_library_does(decoder):
 @pytest.mark.parametrize("decoder", [decoders.CTC(), decoders.BPEDecoder()])
 def test_decoders_that_look_at_neighbours_are_refused(decoder):
     with pytest.raises(UnsupportedDecoderError, match="not supported"):
-        spelling_of(decoder)
+        token_decoding(decoder)

@@ -28,7 +28,7 @@ Arrays = Mapping[str, np.ndarray]
 class Method:
     """How a layer X is stored: the suffixes of its tensors, one of which, `marker`, tells that X is
     quantized. `shape` gives the shape of the weight, and raises `ValueError` for tensors that do
-    not fit together; `read` the weight; `united` is the suffix it gets. It is of the layers that
+    not fit together; `read` the weight; `merged` is the suffix it gets. It is of the layers that
     `names` lists, of those whose names begin as one of `patterns`, and, `is_of_rest`, of all that
     no other method is nearer to.
     """
@@ -39,7 +39,7 @@ class Method:
     shape: Callable[[Parts], tuple[int, ...]]
     read: Callable[[Arrays], QuantRows]
     optional: tuple[str, ...] = ()
-    united: str = ".weight"
+    merged: str = ".weight"
     names: frozenset[str] = frozenset()
     patterns: tuple[re.Pattern[str], ...] = ()
     is_of_rest: bool = True
@@ -217,7 +217,7 @@ def mxfp4(config: Mapping[str, Any]) -> tuple[Method, ...]:
 
     names = ("_blocks", "_scales")
     read = lambda a: read_mxfp4(a["_blocks"], a["_scales"])
-    return (Method("MXFP4", "_blocks", names, shape, read, united=""),)
+    return (Method("MXFP4", "_blocks", names, shape, read, merged=""),)
 
 
 def _check_type(parts: Parts, wanted: str) -> None:

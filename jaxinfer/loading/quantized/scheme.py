@@ -1,8 +1,9 @@
-"""What config.json's `quantization_config` says, and the layers it is about.
+"""Apply config.json's `quantization_config` to the tensors of a checkpoint.
 
-Such a checkpoint keeps several tensors of a linear layer X (`X.qweight`, `X.scales`, ...). `unite`
-puts one tensor `X.weight` in their place, which can be read packed or dequantized, so that weight
-tables know nothing of quantization. Layers that a checkpoint left alone have a plain `X.weight`.
+A quantized checkpoint stores several tensors for a linear layer X (`X.qweight`, `X.scales`, ...).
+`merge_quantized_layers` replaces them by one tensor `X.weight`, which can be read packed or
+dequantized, so weight tables need no knowledge of quantization. Layers that were not quantized have
+a plain `X.weight`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ WAYS_OUT = (
 )
 
 
-def unite(
+def merge_quantized_layers(
     directory: Path, tensors: Mapping[str, StoredTensor], config: Any, problems: list[str]
 ) -> dict[str, StoredTensor]:
     """The tensors, those of each quantized layer as one; `config` is the `quantization_config`.
@@ -72,10 +73,10 @@ def unite(
     except MALFORMED as error:
         problems.append(f"quantization_config of {name} is malformed ({error!r}); {WAYS_OUT}")
         return dict(tensors)
-    united = {n: t for n, t in tensors.items() if not n.endswith(CACHE_SCALES)}
+    merged = {n: t for n, t in tensors.items() if not n.endswith(CACHE_SCALES)}
     for layer, method in _methods_of_layers(tensors, found).items():
-        _unite_layer(directory, method, layer, united, problems)
-    return united
+        _merge_layer(directory, method, layer, merged, problems)
+    return merged
 
 
 def _methods_of_layers(
@@ -96,7 +97,7 @@ def _methods_of_layers(
     return {layer: method for layer, (_, method) in best.items()}
 
 
-def _unite_layer(
+def _merge_layer(
     directory: Path,
     method: Method,
     layer: str,
@@ -120,7 +121,7 @@ def _unite_layer(
     except MALFORMED as error:
         problems.append(f"{layer}: its tensors are malformed ({error!r})")
         return
-    name = layer + method.united
+    name = layer + method.merged
     read = partial(_read, f"{directory}: {layer}", method, there)
     tensors[name] = StoredTensor(
         name,

@@ -24,10 +24,10 @@ from jaxinfer.loading.tokenizers.pretokenizers import SPLIT_RULES
 from jaxinfer.loading.tokenizers.token_bytes import (
     SPACE_SYMBOL,
     TokenTable,
-    byte_level_spelling,
-    sentencepiece_spelling,
-    table_of,
-    wordpiece_spelling,
+    byte_level_decoding,
+    make_table,
+    sentencepiece_decoding,
+    wordpiece_decoding,
 )
 from jaxinfer.loading.tokenizers.wordpiece import CONTINUES, BertText, bert_backend
 from jaxinfer.text.tokenizer import Backend
@@ -69,7 +69,7 @@ def byte_level(
         backend.normalizer = normalizer
     backend.pre_tokenizer = rule.pre_tokenizer()
     _add(backend, vocabulary.tokens, vocabulary.special, vocabulary.added)
-    table = table_of(vocabulary.tokens, byte_level_spelling())
+    table = make_table(vocabulary.tokens, byte_level_decoding())
     return Built(backend, table.with_plain(_plain(vocabulary)), rule.adds_bos)
 
 
@@ -164,7 +164,7 @@ def _sentencepiece(
         if vocabulary.tokens[i]
     }
     backend = sentencepiece.SentencePieceBackend(path, model, vocabulary.tokens, added)
-    table = table_of(vocabulary.tokens, sentencepiece_spelling(strips))
+    table = make_table(vocabulary.tokens, sentencepiece_decoding(strips))
     return Built(backend, table.with_plain(_plain(vocabulary)), adds_bos, adds_eos)
 
 
@@ -193,7 +193,7 @@ def wordpiece(
     backend = bert_backend(known, words[ids.unk], BertText(lowercase=not is_cased))
     special = {*vocabulary.special, *ids.named().values()}
     _add(backend, words, special, vocabulary.added)
-    return Built(backend, table_of(words, wordpiece_spelling(CONTINUES, True)), True, True)
+    return Built(backend, make_table(words, wordpiece_decoding(CONTINUES, True)), True, True)
 
 
 def _word(token: str, *, is_special: bool) -> str:

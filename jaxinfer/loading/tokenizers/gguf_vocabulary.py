@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from gguf.constants import TokenType
 
 from jaxinfer.loading.checkpoint import CheckpointError
-from jaxinfer.loading.tokenizers.parts import MAX_TOKENS
+from jaxinfer.loading.tokenizers.tokenizer_parts import MAX_TOKENS
 
 PREFIX = "tokenizer.ggml."
 # Left out of a checkpoint's metadata: megabytes that only the tokenizer reads.

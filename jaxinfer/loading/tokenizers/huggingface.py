@@ -27,17 +27,17 @@ from absl import logging
 
 from jaxinfer.loading.checkpoint import CheckpointError, GenerationDefaults, read_json_object
 from jaxinfer.loading.tokenizers import sentencepiece_files, vocabulary_files
-from jaxinfer.loading.tokenizers.parts import (
+from jaxinfer.loading.tokenizers.token_bytes import (
+    UnsupportedDecoderError,
+    token_decoding,
+    token_table,
+)
+from jaxinfer.loading.tokenizers.tokenizer_parts import (
     MAX_TOKENS,
     TokenizerParts,
     around,
     read_text,
     too_large,
-)
-from jaxinfer.loading.tokenizers.token_bytes import (
-    UnsupportedDecoderError,
-    spelling_of,
-    token_table,
 )
 from jaxinfer.text.tokenizer import Tokenizer
 
@@ -138,7 +138,7 @@ def _backend_parts(
     """The parts of a backend that was read from `path`, with the tokens of `config` added."""
     _add_tokens(path.parent, backend, config, named)
     try:
-        table = token_table(backend, spelling_of(backend.decoder), MAX_TOKENS)
+        table = token_table(backend, token_decoding(backend.decoder), MAX_TOKENS)
     except UnsupportedDecoderError as error:
         raise CheckpointError(
             f"{path}: {error} (byte-level, SentencePiece-like and WordPiece decoders are)"

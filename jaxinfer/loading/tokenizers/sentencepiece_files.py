@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import tokenizers
 
 from jaxinfer.loading.checkpoint import CheckpointError, read_json_object
-from jaxinfer.loading.tokenizers.parts import TokenizerParts, around
 from jaxinfer.loading.tokenizers.sentencepiece_backend import (
     CONTROL,
     UNKNOWN,
@@ -24,7 +23,8 @@ from jaxinfer.loading.tokenizers.sentencepiece_backend import (
     read_model,
     strips_leading_space,
 )
-from jaxinfer.loading.tokenizers.token_bytes import sentencepiece_spelling, table_of
+from jaxinfer.loading.tokenizers.token_bytes import make_table, sentencepiece_decoding
+from jaxinfer.loading.tokenizers.tokenizer_parts import TokenizerParts, around
 
 NAMES = ("tokenizer.model", "spiece.model")
 # Their ids are those of the pieces shifted, by rules of the class.
@@ -69,7 +69,7 @@ def from_sentencepiece(
             added[index] = token
         tokens[index] = token.content
     _add_special(tokens, added, beside.special(names))
-    table = table_of(tokens, sentencepiece_spelling(strips_leading_space(model)))
+    table = make_table(tokens, sentencepiece_decoding(strips_leading_space(model)))
     table = table.with_plain({i: token.content for i, token in added.items()})
     every_part = config.get("legacy")
     backend = SentencePieceBackend(

@@ -1,8 +1,8 @@
-"""The bytes that each token of a vocabulary stands for.
+"""The bytes that each token of a vocabulary decodes to.
 
-Four spellings are in use: the byte alphabet of GPT-2 (a printable character for each byte),
-SentencePiece's (U+2581 for a space, `<0xE2>` for a byte), WordPiece's (`##` continues a word), and
-plain text. A `tokenizer.json` says which by its decoder, a GGUF file by its tokenizer model.
+Vocabularies write tokens in four ways: the byte alphabet of GPT-2 (a printable character for each
+byte), SentencePiece (U+2581 for a space, `<0xE2>` for a byte), WordPiece (`##` continues a word),
+and plain text. The decoder of a `tokenizer.json` says which, or the tokenizer model of a GGUF file.
 """
 
 from __future__ import annotations
@@ -20,48 +20,53 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class UnsupportedDecoderError(ValueError):
-    """A decoder whose effect is not a fixed string of bytes for each token."""
+    """Raised for a decoder that does not give each token a fixed string of bytes."""
 
 
-class Spelling(NamedTuple):
-    """The bytes of one token's text, and those it has as the first token of a text.
+class TokenDecoding(NamedTuple):
+    """How a vocabulary's tokens are decoded to bytes.
 
-    `to_first` is `None` where there is no difference; `strips` if it is one leading space.
+    `to_first` decodes the first token of a text; None if it is no different. `strips_space` is
+    whether the difference is that one leading space is removed.
     """
 
     to_bytes: Callable[[str], bytes]
     to_first: Callable[[str], bytes] | None = None
-    strips: bool = False
+    strips_space: bool = False
 
 
 class TokenTable(NamedTuple):
-    """`data[i]` are the bytes of token i, `first[i]` those at a text's start where they differ."""
+    """The bytes of each token by id.
+
+    `data[i]` are the bytes of token i; `first[i]` are its bytes at the start of a text, if they
+    differ.
+    """
 
     data: tuple[bytes, ...]
     first: dict[int, bytes]
-    strips: bool = False  # whether decoding takes a space off a text's start
+    strips_space: bool = False  # whether decoding removes a leading space from a text
 
     def with_plain(self, texts: Mapping[int, str]) -> TokenTable:
-        """The table with the tokens `texts` written as they are, in whatever spelling it has."""
+        """Return a table in which the tokens `texts` decode to their text unchanged."""
         data, first = list(self.data), dict(self.first)
         for index, text in texts.items():
             data[index] = text.encode("utf-8")
             first.pop(index, None)
-            if self.strips and text.startswith(" "):
+            if self.strips_space and text.startswith(" "):
                 first[index] = data[index][1:]
-        return TokenTable(tuple(data), first, self.strips)
+        return TokenTable(tuple(data), first, self.strips_space)
 
 
 def byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable character for each byte: itself where printable, else from U+0100 on."""
+    """Return GPT-2's map of characters to bytes: printable ones, the others from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     alphabet = {chr(byte): byte for byte in printable}
     return alphabet | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
-def byte_level_spelling() -> Spelling:
-    """Every character is a byte; a token with other characters (an added one) is plain text."""
+def byte_level_decoding() -> TokenDecoding:
+    """Decode each character to a byte; a token with other characters (an added one) is text."""
     alphabet = byte_alphabet()
 
     def to_bytes(token: str) -> bytes:
@@ -70,19 +75,21 @@ def byte_level_spelling() -> Spelling:
         except KeyError:
             return token.encode("utf-8")
 
-    return Spelling(to_bytes)
+    return TokenDecoding(to_bytes)
 
 
-def sentencepiece_spelling(strips_leading_space: bool) -> Spelling:
-    """U+2581 is a space, `<0x..>` a byte, the rest plain text."""
-    return _chain_spelling([(SPACE_SYMBOL, " ")], has_bytes=True, strips=strips_leading_space)
+def sentencepiece_decoding(strips_leading_space: bool) -> TokenDecoding:
+    """Decode U+2581 to a space and `<0x..>` to a byte; the rest is text."""
+    return _replacing_decoding(
+        [(SPACE_SYMBOL, " ")], has_bytes=True, strips_space=strips_leading_space
+    )
 
 
-def wordpiece_spelling(prefix: str, cleans_up: bool) -> Spelling:
-    """A token that begins with `prefix` continues a word; any other has a space before it.
+def wordpiece_decoding(prefix: str, cleans_up: bool) -> TokenDecoding:
+    """Decode a token that begins with `prefix` as a word's continuation, others after a space.
 
-    At the start of a text there is neither: even `prefix` is written out, as in the reference.
-    `cleans_up` drops the space before some punctuation and English contractions.
+    The first token of a text is written unchanged, even its `prefix`, as the `tokenizers` library
+    does. `cleans_up` removes the space before some punctuation and English contractions.
     """
 
     def to_first(token: str) -> bytes:
@@ -91,10 +98,10 @@ def wordpiece_spelling(prefix: str, cleans_up: bool) -> Spelling:
     def to_bytes(token: str) -> bytes:
         return to_first(token.removeprefix(prefix) if token.startswith(prefix) else f" {token}")
 
-    return Spelling(to_bytes, to_first)
+    return TokenDecoding(to_bytes, to_first)
 
 
-# What the WordPiece decoder of `tokenizers` replaces within one token, in this order.
+# The replacements that the WordPiece decoder of `tokenizers` makes in one token, in this order.
 _CLEAN_UP = (
     *((f" {mark}", mark) for mark in ".?!,"),
     (" ' ", "'"),
@@ -111,29 +118,31 @@ def _clean_up(text: str) -> str:
     return text
 
 
-def spelling_of(decoder: decoders.Decoder | None) -> Spelling:
-    """The spelling that a `tokenizer.json` decoder implies.
+def token_decoding(decoder: decoders.Decoder | None) -> TokenDecoding:
+    """Return the decoding that a decoder of `tokenizer.json` implies.
 
-    `UnsupportedDecoderError` for one whose tokens have no fixed bytes (CTC, BPEDecoder, ...).
+    Raises `UnsupportedDecoderError` if its tokens have no fixed bytes (CTC, BPEDecoder, ...).
     """
-    if decoder is None:  # the library then joins tokens by a space
-        return Spelling(lambda token: f" {token}".encode(), lambda token: token.encode("utf-8"))
+    if decoder is None:  # the library then joins tokens with a space
+        return TokenDecoding(
+            lambda token: f" {token}".encode(), lambda token: token.encode("utf-8")
+        )
     state = json.loads(decoder.__getstate__())
     steps = state["decoders"] if state["type"] == "Sequence" else [state]
     kinds = [step["type"] for step in steps if step["type"] != "Fuse"]
     if kinds == ["ByteLevel"]:
-        return byte_level_spelling()
+        return byte_level_decoding()
     if kinds == ["WordPiece"]:
         step = next(step for step in steps if step["type"] == "WordPiece")
-        return wordpiece_spelling(step["prefix"], step["cleanup"])
-    return _spelling_of_steps(steps)
+        return wordpiece_decoding(step["prefix"], step["cleanup"])
+    return _decoding_from_steps(steps)
 
 
-def _spelling_of_steps(steps: list[dict[str, Any]]) -> Spelling:
-    """Replacements in each token, then at most one leading space off the fused text."""
+def _decoding_from_steps(steps: list[dict[str, Any]]) -> TokenDecoding:
+    """Combine replacements in each token with the removal of one leading space of the text."""
     replacements: list[tuple[str, str]] = []
     drops: int | None = None
-    has_bytes = strips = is_fused = False
+    has_bytes = strips_space = is_fused = False
     for step in steps:
         kind = step["type"]
         if kind == "Replace" and "String" in step["pattern"] and not is_fused:
@@ -147,22 +156,24 @@ def _spelling_of_steps(steps: list[dict[str, Any]]) -> Spelling:
         elif kind == "Fuse":
             is_fused = True
         elif kind == "Strip" and is_fused and _strips_one_space(step):
-            strips = strips or step["start"] == 1
+            strips_space = strips_space or step["start"] == 1
         else:
             raise UnsupportedDecoderError(f"decoder step {step} is not supported")
-    return _chain_spelling(replacements, has_bytes=has_bytes, strips=strips, drops=drops)
+    return _replacing_decoding(
+        replacements, has_bytes=has_bytes, strips_space=strips_space, drops=drops
+    )
 
 
-def _chain_spelling(
+def _replacing_decoding(
     replacements: Sequence[tuple[str, str]],
     *,
     has_bytes: bool,
-    strips: bool,
+    strips_space: bool,
     drops: int | None = None,
-) -> Spelling:
-    """Replacements in turn; in the first token, number `drops` removes what it replaces.
+) -> TokenDecoding:
+    """Decode by replacements in turn; the replacement at index `drops` deletes in a first token.
 
-    That is Metaspace's way, which leaves none of the first token's spaces; `strips` takes one.
+    Metaspace works so: it removes every space of the first token. `strips_space` removes one.
     """
 
     def replace(token: str, steps: Sequence[tuple[str, str]]) -> bytes:
@@ -177,32 +188,35 @@ def _chain_spelling(
 
     def to_first(token: str) -> bytes:
         data = replace(token, at_start)
-        return data.removeprefix(b" ") if strips else data
+        return data.removeprefix(b" ") if strips_space else data
 
-    has_first = strips or drops is not None
+    has_first = strips_space or drops is not None
     to_bytes = lambda token: replace(token, replacements)
-    return Spelling(to_bytes, to_first if has_first else None, strips)
+    return TokenDecoding(to_bytes, to_first if has_first else None, strips_space)
 
 
 def _strips_one_space(step: Mapping[str, Any]) -> bool:
     return step["content"] == " " and step["start"] in (0, 1) and step["stop"] == 0
 
 
-def table_of(tokens: Sequence[str | None], spelling: Spelling) -> TokenTable:
-    """The table of `tokens` by id, `None` for an id that is not in use."""
-    data = [b"" if token is None else spelling.to_bytes(token) for token in tokens]
+def make_table(tokens: Sequence[str | None], decoding: TokenDecoding) -> TokenTable:
+    """Return the table of `tokens` by id, with None for an unused id."""
+    data = [b"" if token is None else decoding.to_bytes(token) for token in tokens]
     first: dict[int, bytes] = {}
-    if spelling.to_first is not None:
+    if decoding.to_first is not None:
         for index, token in enumerate(tokens):
-            if token is not None and (start := spelling.to_first(token)) != data[index]:
+            if token is not None and (start := decoding.to_first(token)) != data[index]:
                 first[index] = start
-    return TokenTable(tuple(data), first, spelling.strips)
+    return TokenTable(tuple(data), first, decoding.strips_space)
 
 
-def token_table(backend: tokenizers.Tokenizer, spelling: Spelling, max_tokens: int) -> TokenTable:
-    """The bytes of every id of `backend`, added tokens included, empty where an id is unused.
+def token_table(
+    backend: tokenizers.Tokenizer, decoding: TokenDecoding, max_tokens: int
+) -> TokenTable:
+    """Return the bytes of every id of `backend`, added tokens included; unused ids have none.
 
-    `ValueError` for an id of `max_tokens` or more: the table is as long as the largest id.
+    Raises `ValueError` for an id of `max_tokens` or more, since the largest id sets the table's
+    length.
     """
     vocabulary = backend.get_vocab(with_added_tokens=True)
     largest = max(vocabulary.values(), default=-1)
@@ -211,7 +225,7 @@ def token_table(backend: tokenizers.Tokenizer, spelling: Spelling, max_tokens: i
     tokens: list[str | None] = [None] * (largest + 1)
     for token, index in vocabulary.items():
         tokens[index] = token
-    # An added token that is matched in normalized text is shown in its normalized spelling.
+    # An added token that is matched in normalized text decodes to its normalized form.
     for index in backend.get_added_tokens_decoder():
         tokens[index] = backend.id_to_token(index)
-    return table_of(tokens, spelling)
+    return make_table(tokens, decoding)

@@ -15,8 +15,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from jaxinfer.loading.checkpoint import CheckpointError, read_json_object
-from jaxinfer.loading.tokenizers.parts import MAX_TOKENS, read_text
 from jaxinfer.loading.tokenizers.pretokenizers import SPLIT_RULES
+from jaxinfer.loading.tokenizers.tokenizer_parts import MAX_TOKENS, read_text
 from jaxinfer.loading.tokenizers.wordpiece import BertText, bert_backend, surround
 
 MAX_VOCABULARY_BYTES = 64 * 2**20  # the largest in use have 5 MB

@@ -11,9 +11,9 @@ import jax
 
 from jaxinfer.kernels.quantized_matmul.quant_array import pack_rows_for, quantize
 from jaxinfer.loading.placement import tree_shardings
-from jaxinfer.loading.quantize import Recipe, can_quantize, recipe_of
-from jaxinfer.loading.splitting import held_dtype
-from jaxinfer.loading.targets import Target, targets_of
+from jaxinfer.loading.quantize import Recipe, can_quantize, get_recipe
+from jaxinfer.loading.splitting import device_dtype
+from jaxinfer.loading.targets import LoadTarget, load_targets
 from jaxinfer.models.functional import Weights
 from jaxinfer.nn.quantized import Quantized, QuantPair, QuantWeight
 from jaxinfer.parallel.sharded_model import ShardedModel
@@ -23,18 +23,18 @@ from jaxinfer.tools.compile_gate.target import Chip
 def abstract_weights(chip: Chip, model: ShardedModel, kind: str | None) -> Weights:
     """All of them as `EngineConfig.quantize` says, in the order of `model.parameters`."""
     with chip.in_use():
-        return tuple(_abstract(chip, target, kind) for target in targets_of(model))
+        return tuple(_abstract(chip, target, kind) for target in load_targets(model))
 
 
-def _abstract(chip: Chip, target: Target, kind: str | None) -> Any:
+def _abstract(chip: Chip, target: LoadTarget, kind: str | None) -> Any:
     weight: Any = jax.ShapeDtypeStruct(target.spec.shape, target.spec.dtype)
-    if kind is not None and can_quantize(target.spec, recipe := recipe_of(kind)):
+    if kind is not None and can_quantize(target.spec, recipe := get_recipe(kind)):
         weight = quantized_like(target, recipe)
     where = target.sharding and tree_shardings(weight, target.spec, target.sharding)
     return chip.abstract(weight, where)
 
 
-def quantized_like(target: Target, recipe: Recipe) -> Quantized:
+def quantized_like(target: LoadTarget, recipe: Recipe) -> Quantized:
     """What a parameter becomes when it is quantized and cut for its devices
     (`quantize_parameter`, `splitting.divided`): groups of rows end where parts do."""
     spec = target.spec
@@ -52,7 +52,7 @@ def quantized_like(target: Target, recipe: Recipe) -> Quantized:
         ),
         jax.ShapeDtypeStruct(spec.shape, spec.dtype),
     )
-    weight = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, held_dtype(a.dtype)), made)
+    weight = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, device_dtype(a.dtype)), made)
     if recipe.bits == 4:
         weight = dataclasses.replace(weight, pack_rows=pack_rows_for(rows))
     if recipe.activation_dtype is None:

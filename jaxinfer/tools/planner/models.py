@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from jaxinfer.loading import DEMO, Checkpoint, CheckpointError, open_checkpoint
 from jaxinfer.loading.assign import functional_model
 from jaxinfer.loading.checkpoint import MANIFEST_FILE, read_json_object
-from jaxinfer.loading.manifest import checked
-from jaxinfer.loading.quantized.scheme import unite
+from jaxinfer.loading.manifest import check_parameters
+from jaxinfer.loading.quantized.scheme import merge_quantized_layers
 from jaxinfer.models import HF_FAMILIES
 from jaxinfer.models.family import Family
 from jaxinfer.models.functional import FunctionalModel
@@ -100,7 +100,7 @@ def stored_as(checkpoint: Checkpoint, model: FunctionalModel) -> Stored | None:
     if not config:  # as the engine takes it
         return None
     problems: list[str] = []
-    unite(checkpoint.path, {}, config, problems)
+    merge_quantized_layers(checkpoint.path, {}, config, problems)
     if problems:
         return Stored("unread", None, "; ".join(problems))
     match config:
@@ -122,7 +122,7 @@ def _converted(checkpoint: Checkpoint, model: FunctionalModel) -> Stored | None:
     The recipe is that of most weights."""
     manifest = checkpoint.path / MANIFEST_FILE
     num_weights, quantize_activations = Counter[str](), set[str]()
-    for spec, entry in checked(manifest, read_json_object(manifest)["parameters"], model):
+    for spec, entry in check_parameters(manifest, read_json_object(manifest)["parameters"], model):
         if not isinstance(entry, Quantized):
             continue
         weight = entry.gate if isinstance(entry, QuantPair) else entry
