@@ -273,6 +273,7 @@ def test_random_lives_keep_the_laws_and_meet_every_hardship():
     assert sum(run.num_aborted_preempted for run in runs) > 0
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("policy", ["first_come", "priority", "static"])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("budget", [2, 3, 7, 20])
@@ -292,6 +293,7 @@ def test_outputs_hold_when_requests_push_each_other_out(policy, overlap, budget)
     assert run.engine.scheduler.num_preemptions > 0
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("max_tokens", [0, 1, 2])
 @pytest.mark.parametrize("budget", [1, 3, 4, 20])
@@ -311,6 +313,7 @@ def test_short_outputs_and_prompt_logprobs_survive_chunking(overlap, max_tokens,
     run.finish()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("prompt_len", range(2, 14))
 @pytest.mark.parametrize("page_size", [1, 2, 4])
 def test_a_cached_prompt_without_output_costs_one_token(prompt_len, page_size):

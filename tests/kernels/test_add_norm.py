@@ -75,6 +75,7 @@ def assert_close(out: Any, ref: np.ndarray, tolerance: float) -> None:
 SIZES = [(1, 64), (70, 130), (3, 4096)]
 
 
+@pytest.mark.matrix(by=("backend", "norm", "dtype"))
 @every_backend
 @pytest.mark.parametrize(("T", "D"), SIZES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -108,6 +109,7 @@ def test_without_a_residual_the_sum_is_x(backend, norm):
     assert jnp.array_equal(total, x)
 
 
+@pytest.mark.matrix(by=("backend", "quantize"))
 @every_backend
 @pytest.mark.parametrize("quantize", LARGEST)
 @pytest.mark.parametrize(("T", "D"), [(1, 64), (37, 160), (3, 4096)])

@@ -93,6 +93,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.matrix(by=("backend", "variant"))
 @every_backend
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_variant_is_the_formula(backend, variant):
@@ -105,6 +106,7 @@ def test_keys_past_the_length_are_nothing(backend, variant):
     check(make_case(kv_len=[33, 0]), backend, **VARIANTS[variant])
 
 
+@pytest.mark.matrix(by="backend")
 @every_backend
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim"),
@@ -115,6 +117,7 @@ def test_heads_of_every_model_shape(backend, heads, kv_heads, head_dim):
     check(make_case(shape), backend, causal=True)
 
 
+@pytest.mark.matrix(by="backend")
 @every_backend
 @pytest.mark.parametrize(
     ("queries", "keys"), [(1, 1), (1, 50), (16, 16), (17, 15), (33, 65), (50, 3)]

@@ -77,6 +77,7 @@ def oracle(x, weight, activation="silu", bias=None) -> np.ndarray:
     return np.vectorize(act)(gate) * up
 
 
+@pytest.mark.matrix(by=("backend", "activation"))
 @every_backend
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_every_activation_is_the_formula(backend, activation):
@@ -89,6 +90,7 @@ def test_every_activation_is_the_formula(backend, activation):
 SHAPES = [(1, 128, 128), (3, 37, 41), (33, 256, 130), (70, 96, 260)]
 
 
+@pytest.mark.matrix(by="backend")
 @every_backend
 @pytest.mark.parametrize(("T", "D", "F"), SHAPES)
 def test_shapes_around_tiles(backend, T, D, F):
@@ -105,6 +107,7 @@ def test_narrow_types_lose_no_more_than_their_own_digits(backend, dtype, T):
     assert_close(out, oracle(x, weight, bias=bias), TOLERANCE[dtype])
 
 
+@pytest.mark.matrix(by=("backend", "scheme"))
 @every_backend
 @pytest.mark.parametrize("scheme", QUANTIZED)
 def test_quantized_weights_are_the_numbers_they_stand_for(backend, scheme):

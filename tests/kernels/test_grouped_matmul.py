@@ -104,6 +104,7 @@ def test_sizes_of_every_kind(backend):
 SHAPES = [(1, 1, 16, 16), (2, 3, 128, 128), (37, 4, 37, 41), (70, 2, 256, 130), (9, 33, 40, 24)]
 
 
+@pytest.mark.matrix(by="backend")
 @every_backend
 @pytest.mark.parametrize(("T", "E", "D", "F"), SHAPES)
 def test_shapes_around_tiles(backend, T, E, D, F):
@@ -120,6 +121,7 @@ def test_narrow_types_lose_no_more_than_their_own_digits(backend, dtype):
     check(x, weights, [7, 0, 12], backend, TOLERANCE[dtype])
 
 
+@pytest.mark.matrix(by=("backend", "scheme"))
 @every_backend
 @pytest.mark.parametrize("scheme", QUANTIZED)
 def test_quantized_weights_are_the_numbers_they_stand_for(backend, scheme):
@@ -143,6 +145,7 @@ def test_any_sizes(backend, sizes, seed):
     check(x, weights, sizes, backend, 1e-5)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("tile", [1, 2, 4, 16, 64])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_the_loop_is_the_formula_whatever_its_tile(tile, sizes):

@@ -52,12 +52,14 @@ VARIANTS = {
 }
 
 
+@pytest.mark.matrix(by=("backend", "variant"))
 @every_backend
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_variant_is_the_formula(backend, variant):
     check(make_case(MIXED), backend, **VARIANTS[variant])
 
 
+@pytest.mark.matrix(by="backend")
 @every_backend
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim"),
@@ -70,6 +72,7 @@ def test_heads_of_every_model_shape(backend, num_heads, num_kv_heads, head_dim):
     check(make_case([(1, 20), (9, 30), (1, 3), (2, 2)], shape), backend)
 
 
+@pytest.mark.matrix(by=("backend", "page_size"))
 @every_backend
 @pytest.mark.parametrize("page_size", [1, 8, 32, 128, 256])
 def test_lengths_around_page_boundaries(backend, page_size):
@@ -105,6 +108,7 @@ EDGES = {
 }
 
 
+@pytest.mark.matrix(by=("backend", "edge"))
 @every_backend
 @pytest.mark.parametrize("edge", EDGES)
 def test_edges(backend, edge):
@@ -112,6 +116,7 @@ def test_edges(backend, edge):
     check(make_case(EDGES[edge]), backend, window=3, sinks=SINKS)
 
 
+@pytest.mark.matrix(by="backend")
 @every_backend
 @pytest.mark.parametrize(("num_tokens", "num_rows"), [(1, 1), (2, 2), (4, 4)])
 def test_steps_with_as_many_rows_as_tokens(backend, num_tokens, num_rows):
@@ -146,6 +151,7 @@ def test_chunks_longer_than_a_tile(backend):
         check(make_case(rows, shape), backend)
 
 
+@pytest.mark.matrix(by="backend")
 @every_backend
 @pytest.mark.parametrize(
     ("dtype", "cache_dtype"),
@@ -163,6 +169,7 @@ def test_narrow_types_lose_no_more_than_their_own_digits(backend, dtype, cache_d
 QUANTIZED = [("float32", "int8"), ("bfloat16", "int8"), ("float32", "float8_e4m3fn")]
 
 
+@pytest.mark.matrix(by="backend")
 @every_backend
 @pytest.mark.parametrize(("dtype", "cache_dtype"), QUANTIZED)
 def test_quantized_pages_are_what_is_stored_times_its_scale(backend, dtype, cache_dtype):
@@ -260,6 +267,7 @@ def _split(whole: Case, chunk: tuple[int, int], T: int, R: int, at: int) -> Case
     return Case(q, whole.k_pages, whole.v_pages, q_start, kv_len, table)
 
 
+@pytest.mark.matrix(by="backend")
 @every_quick_backend
 @pytest.mark.parametrize("variant", ["plain", "all"])
 def test_batch_invariant_results_are_bit_equal_in_any_chunk_and_company(backend, variant):

@@ -158,6 +158,7 @@ def test_a_long_row_beside_many_short_ones_is_the_work_of_the_whole_grid():
     assert (watched.counters == 0).all()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("occupancy", [1, 5])
 @pytest.mark.parametrize("rows", ["decodes", "mixed"])
 def test_units_cut_anywhere_are_merged(rows, occupancy):

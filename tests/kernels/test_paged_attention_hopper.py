@@ -95,6 +95,7 @@ def test_chunks_and_decodes_are_the_formula(emulate, variant):
 TILINGS = [Tiling(64, 3, 1), Tiling(128, 2)]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("tiling", TILINGS, ids=str)
 def test_every_tiling_is_the_formula(emulate, tiling):
     emulate(tiling)
@@ -109,6 +110,7 @@ MODELS = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("model", MODELS)
 def test_heads_and_pages_of_every_kind(emulate, model):
     sizes = {"num_tokens": 24, "num_rows": 2, "num_kv_heads": 1, **MODELS[model]}

@@ -77,6 +77,7 @@ TILINGS = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("tiling", TILINGS, ids=str)
 def test_every_tiling_is_the_formula(emulate, tiling):
     emulate(tiling)
@@ -166,6 +167,7 @@ def fold(case: Case) -> Case:
     )
 
 
+@pytest.mark.matrix(by="backend")
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
 @pytest.mark.parametrize(("head_dim", "cache_dtype"), [(64, "int8"), (80, "float32")])
 def test_folded_pages_give_what_plain_ones_give(backend, head_dim, cache_dtype):
@@ -176,6 +178,7 @@ def test_folded_pages_give_what_plain_ones_give(backend, head_dim, cache_dtype):
     assert np.linalg.norm(out - ref) <= 1e-5 * np.linalg.norm(ref)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("head_dim", "lanes"), [(64, 128), (32, 128), (80, 128), (192, 256)])
 def test_writes_to_folded_pages_are_writes_to_plain_ones(head_dim, lanes):
     rng = np.random.default_rng(0)

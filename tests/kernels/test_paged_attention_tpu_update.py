@@ -120,6 +120,7 @@ def check(
         assert not wrong.any(), np.argwhere(wrong).tolist()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("tiling", "variant"),
     [(Tiling(1, 16, cores=2), PLAIN), (Tiling(4, 32, slots=4), PLAIN), (Tiling(128, 64), ALL)],
@@ -134,6 +135,7 @@ def test_what_lies_outside_of_every_window_is_stored_too():
         check(rows, tiling=Tiling(4, 16, cores=2), variant={"window": 1})
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("head_dim", "page_size", "variant"),
     [(64, 16, ALL), (32, 64, PLAIN), (80, 16, PLAIN)],
@@ -152,6 +154,7 @@ def test_groups_of_a_taller_tile(monkeypatch):
     check(MIXED, shape, tiling=Tiling(1, 16, slots=4))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "shared",
     [{2: 7}, {2: 3}, {4: 8}, {6: 16}, {6: 17}, {0: 1, 1: 1, 2: 7, 4: 17, 5: 1, 6: 20, 7: 1}],

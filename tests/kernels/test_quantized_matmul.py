@@ -51,12 +51,14 @@ NARROW = [
 ]
 
 
+@pytest.mark.matrix(by="backend")
 @calls(ALL, [*BY_GROUPS, ("int8 zeros", None), ("int4", None)])
 def test_every_weight_is_the_formula(backend, case):
     weights, group_size = case
     check(make_case(weights, group_size=group_size), backend)
 
 
+@pytest.mark.matrix(by="backend")
 @calls(NARROW, [pair for pair in NARROW if pair[1] == "bfloat16"])
 def test_narrow_activations(backend, case):
     weights, dtype = case
@@ -64,6 +66,7 @@ def test_narrow_activations(backend, case):
     check(make_case(weights, x_dtype=dtype), backend, out_dtype="float32")
 
 
+@pytest.mark.matrix(by="backend")
 @calls(ALL, [*BY_GROUPS, ("int8 zeros", None)])
 def test_quantized_activations(backend, case):
     weights, group_size = case
@@ -85,6 +88,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.matrix(by="backend")
 @calls([(w, s) for s in SHAPES for w in ("int8 zeros", "int4")], [("int4", s) for s in SHAPES])
 def test_shapes(backend, case):
     weights, shape = case
@@ -102,6 +106,7 @@ def test_activations_quantized_inside(backend, dtype):
     assert_close(out[:3], real, 4e-2 if dtype == "float8_e4m3fn" else 2e-2)
 
 
+@pytest.mark.matrix(by="backend")
 @every_backend
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 @pytest.mark.parametrize("x_dtype", ["float32", "bfloat16"])

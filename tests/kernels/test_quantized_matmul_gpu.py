@@ -36,6 +36,7 @@ def tile(monkeypatch):
     program_of("gpu").clear_cache()
 
 
+@pytest.mark.matrix(by="weights")
 @pytest.mark.parametrize("tiling", [FEW, MANY], ids=str)
 @pytest.mark.parametrize("weights", ["int8 zeros", "int4", "int4 zeros", "float8"])
 def test_every_tiling_is_the_formula(tile, tiling, weights):
@@ -48,6 +49,7 @@ def test_bands_of_tiles_cover_all_tokens_and_columns(tile):
     check(make_case("int8", T=70, D=64, F=50), "gpu")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("splits", [2, 3, 7])
 @pytest.mark.parametrize("weights", ["int8 zeros", "int4 zeros"])
 @pytest.mark.parametrize("group_size", [None, 32])

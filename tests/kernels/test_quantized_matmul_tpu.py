@@ -44,6 +44,7 @@ def test_no_tile_races_with_another(emulate):
     assert not races.races_found
 
 
+@pytest.mark.matrix
 # Few tokens: a group's scale on its sums. Many: on its weights, once for all of them.
 @pytest.mark.parametrize("tiling", [FEW, MANY], ids=str)
 @pytest.mark.parametrize("weights", ["int8", "int4 zeros"])

@@ -157,6 +157,7 @@ def check(case: tuple[Any, ...], backend: str) -> None:
             assert not now[..., now.shape[3] // H * H :].any(), "lanes behind the heads"
 
 
+@pytest.mark.matrix(by="backend")
 @every_backend
 @pytest.mark.parametrize(
     ("dtype", "cache_dtype"),
@@ -184,6 +185,7 @@ HEADS = {
 }
 
 
+@pytest.mark.matrix(by="backend")
 @every_backend
 @pytest.mark.parametrize("heads", HEADS)
 def test_heads_of_every_model_shape(backend, heads):
@@ -200,6 +202,7 @@ EDGES = {
 }
 
 
+@pytest.mark.matrix(by=("backend", "edge"))
 @every_backend
 @pytest.mark.parametrize("edge", EDGES)
 def test_edges(backend, edge):

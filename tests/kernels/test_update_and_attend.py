@@ -77,6 +77,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.matrix(by="backend")
 @pytest.mark.parametrize("num_shared", [0, 5])
 @pytest.mark.parametrize(("backend", "dtype", "options"), WAYS)
 def test_every_way_gives_what_the_parts_give(backend, dtype, options, num_shared):

@@ -39,6 +39,7 @@ def test_an_engine_generates_the_same_tokens(name):
     assert tokens[0] == tokens[1]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["awq", "w8a8 int8"])
 def test_bits_do_not_depend_on_the_batch_where_that_is_asked_for(name):
     packed: Weights = tiny_weights(name)[0]

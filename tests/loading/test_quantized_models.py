@@ -27,6 +27,7 @@ from tests.support.quantized_checkpoints import QUANTIZATIONS, TINY, write_quant
 from tests.support.tiny_checkpoints import write_checkpoint, write_safetensors
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", QUANTIZATIONS)
 def test_logits_are_those_of_the_numbers(name):
     packed, dequantized, plain = tiny_weights(name)
@@ -81,6 +82,7 @@ LEAST = {"int8": 1e-4, "int4": 5e-3, "float8": 1e-3, "int8_w8a8": 1e-4, "float8_
 MOST = {"int8": 0.02, "int4": 0.25, "float8": 0.15, "int8_w8a8": 0.06, "float8_w8a8": 0.2}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", RECIPES)
 def test_a_checkpoint_is_quantized_when_it_is_loaded(kind, tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "devices", only_the_default(jax.devices()))

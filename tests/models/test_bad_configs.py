@@ -155,6 +155,7 @@ def changed(config: dict[str, Any], path: tuple[str, ...], value: Any) -> dict[s
     return config | {first: changed(config[first], tuple(rest), value) if rest else value}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", CASES)
 def test_no_value_of_any_key_raises_anything_but_what_is_caught(name):
     """Every key of the case, whatever stands there: read, or a `ValueError`."""

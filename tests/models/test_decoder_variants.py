@@ -60,6 +60,7 @@ def restarted():
     return prompts, running.tokens_of(alone)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "options",
     [

@@ -77,6 +77,7 @@ def test_a_gguf_file_is_the_same_model(name, tmp_path):
     _equals_the_recorded(name, *running.load(path))
 
 
+@pytest.mark.matrix
 @pytest.mark.parity
 @pytest.mark.parametrize("name", CASES)
 def test_hidden_states_equal_transformers(name, tmp_path, record_property):

@@ -179,6 +179,7 @@ def by_loop(module: Experts, x: np.ndarray) -> np.ndarray:
     return out
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", EXPERTS)
 def test_experts_equal_a_loop(name):
     module = made(name, Numerics())

@@ -71,12 +71,14 @@ def test_logits_equal_the_recorded_ones(group, name):
     _equals_the_recorded(group, name, *_loaded(group, name))
 
 
+@pytest.mark.matrix(by="group")
 @pytest.mark.parametrize(("group", "name"), WITH_GGUF)
 def test_a_gguf_file_is_the_same_model(group, name, tmp_path):
     path = write_gguf(GROUPS[group][name], _tensors(group, name), tmp_path / "model.gguf")
     _equals_the_recorded(group, name, *running.load(path))
 
 
+@pytest.mark.matrix(by="group")
 @pytest.mark.parametrize(("group", "name"), FIRST_OF_TYPE)
 def test_quantized_weights_are_what_they_stand_for(group, name):
     """Products with weights in int8 against products with the arrays that these stand for."""
@@ -90,6 +92,7 @@ def test_quantized_weights_are_what_they_stand_for(group, name):
     assert np.abs(wanted - running.all_logits(model, weights, tokens)).max() > TOLERANCE
 
 
+@pytest.mark.matrix(by="group")
 @pytest.mark.parity
 @pytest.mark.parametrize(("group", "name"), ALL)
 def test_logits_and_greedy_tokens_equal_transformers(group, name, tmp_path, record_property):

@@ -27,6 +27,7 @@ def test_logits_equal_the_recorded_ones(name):
             assert difference <= TOLERANCE
 
 
+@pytest.mark.matrix
 @pytest.mark.parity
 @pytest.mark.parametrize("name", VARIANTS)
 def test_logits_and_greedy_tokens_equal_transformers(name, tmp_path):

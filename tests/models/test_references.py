@@ -50,6 +50,7 @@ def test_recorded_logits_belong_to_the_checkpoint_made_here(rows, name):
     assert [sequence["tokens"] for sequence in row["sequences"]] == token_sequences(tiny)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", VARIANTS)
 def test_recorded_logits_equal_the_float64_forward(rows, name):
     tiny = VARIANTS[name]
@@ -113,6 +114,7 @@ def test_golden_tokens_start_with_the_largest_recorded_logit(golden):
         assert abs(prompt["leads"][0] - (values[0] - values[1])) < 1e-3
 
 
+@pytest.mark.matrix
 @pytest.mark.parity
 @pytest.mark.parametrize("name", VARIANTS)
 def test_recorded_logits_equal_transformers_here(rows, tmp_path, name):

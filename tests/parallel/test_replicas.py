@@ -142,6 +142,7 @@ def test_replicas_have_the_surface_of_an_engine():
     assert public(replicas(2)) - public(an_engine()) == {"engines", "loads"}
 
 
+@pytest.mark.matrix(by="number")
 @pytest.mark.parametrize("number", [1, 2, 4, 8])
 @pytest.mark.parametrize("options", [{}, {"overlap": False}, {"cache": {"num_pages": 14}}])
 def test_requests_are_those_of_one_engine_whatever_the_number_of_replicas(number, options):

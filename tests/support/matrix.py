@@ -2,8 +2,8 @@
 
 A test marked `matrix` repeats one law over many cases. `make test` runs one case of each matrix,
 CI adds a tenth of the others, another tenth for each commit, and `make test-all` runs them all.
-`matrix(by="backend")` keeps one case for each value of the parameter `backend`, so that no value
-goes untested; several parameters are given as `by=("backend", "dtype")`.
+`matrix(by=("backend", "dtype"))` keeps cases until each value of each parameter named has run
+once, so that no value goes untested.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ def is_in_share(case_id: str, seed: str) -> bool:
     return int.from_bytes(digest[:8], "big") % NUM_SHARES == 0
 
 
-def matrix_key(item: pytest.Item) -> Hashable | None:
-    """The matrix that a test case belongs to, or None for a case that always runs."""
+def named_values(item: pytest.Item) -> list[Hashable] | None:
+    """What a test case covers of its matrix, or None for a case that always runs.
+
+    Without `by` that is the test function alone; else one entry for each parameter named.
+    """
     marker = item.get_closest_marker("matrix")
     if marker is None:
         return None
@@ -35,7 +38,7 @@ def matrix_key(item: pytest.Item) -> Hashable | None:
     if unknown:
         raise pytest.UsageError(f"{item.nodeid}: matrix(by=...) names no parameter: {unknown}")
     function = item.nodeid.partition("[")[0]
-    return (function, *(repr(params[name]) for name in names))
+    return [(function, name, repr(params[name])) for name in names] or [function]
 
 
 def choose(
@@ -43,17 +46,17 @@ def choose(
 ) -> tuple[list[pytest.Item], list[pytest.Item]]:
     """Split the collected cases into those to run and those to leave out.
 
-    `choice` is "all", "first" (one case of each matrix), or a seed: the first cases and the tenth
-    of the others that the seed chooses.
+    `choice` is "all", "first" (cases until each value named by `by` has run), or a seed: the same
+    and the tenth of the others that the seed chooses.
     """
     if choice == ALL:
         return list(items), []
     seen: set[Hashable] = set()
     chosen, left_out = [], []
     for item in items:
-        key = matrix_key(item)
-        is_first = key is None or key not in seen
-        seen.add(key)
-        runs = is_first or (choice != FIRST and is_in_share(item.nodeid, choice))
+        values = named_values(item)
+        is_new = values is None or not seen.issuperset(values)
+        seen.update(values or ())
+        runs = is_new or (choice != FIRST and is_in_share(item.nodeid, choice))
         (chosen if runs else left_out).append(item)
     return chosen, left_out

@@ -50,6 +50,7 @@ def test_ids_and_text_are_as_recorded(name):
     assert_rows(tiny.directory_tokenizer(name), recorded()[name])
 
 
+@pytest.mark.matrix
 @every_kind
 def test_a_stream_shows_what_decoding_shows(name):
     tokenizer = tiny.directory_tokenizer(name)
@@ -79,6 +80,7 @@ def test_ids_and_text_equal_transformers_here(name):
     assert differing == (4 if name in tiny.DIFFERS else 0)
 
 
+@pytest.mark.matrix
 @every_kind
 @pytest.mark.parity
 @settings(max_examples=60, deadline=None)
@@ -90,6 +92,7 @@ def test_any_text_has_the_ids_of_transformers(name, text):
     assert tiny.directory_tokenizer(name).encode(text) == ids
 
 
+@pytest.mark.matrix
 @every_kind
 @pytest.mark.parity
 @settings(max_examples=60, deadline=None)
