@@ -107,7 +107,7 @@ def load_model(
     model = models[0]
     if peers.num_processes > 1:
         digest = "random" if is_random else fingerprint(checkpoint)
-        peers.agree({"the checkpoint's fingerprint": digest}, 0)
+        peers.agree_on_pages({"the checkpoint's fingerprint": digest}, 0)
     bar: dict[str, Any] = {"disable": not show_progress, "leave": False, "dynamic_ncols": True}
     with tqdm(
         total=single_device_model(model).num_bytes,
@@ -138,7 +138,7 @@ def load_model(
                 compiling.update()
 
             engine.warm_up(done)
-    peers.ready()
+    peers.wait_until_ready()
     return engine, checkpoint.generation
 
 

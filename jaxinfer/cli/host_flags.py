@@ -23,7 +23,7 @@ from absl import flags
 from jaxinfer import CheckpointError, ConfigError, Engine, EngineConfig
 from jaxinfer.build import load_model
 from jaxinfer.parallel.hosts import ALONE, EXIT_LOST, HostsConfig, HostsError, Peers, follow, join
-from jaxinfer.parallel.hosts.following import wait_for_process_0
+from jaxinfer.parallel.hosts.follower import wait_for_process_0
 
 FLAGS = flags.FLAGS
 _DISTRIBUTED = flags.DEFINE_bool(
@@ -41,7 +41,7 @@ _HELP = {
     "channel_port": "port on which process 0 sends its plans; by default the coordinator's + 1",
     "channel_key_file": "a file with the secret that a process must know to join",
     "join_timeout_s": "seconds within which all processes must have joined",
-    "silence_s": "seconds without a message after which a process counts as lost",
+    "heartbeat_timeout_s": "seconds without a message after which a process counts as lost",
     "check_steps": "steps between two checks that the processes ran the same plans",
 }
 for _field in dataclasses.fields(HostsConfig):

@@ -308,7 +308,7 @@ class Engine:
         for request in [r for r in self._requests.values() if r.is_finished]:
             self._unreported.append(self._end(request, [], ""))
         self.scheduler.reset(list(self._requests.values()))
-        self.runner.peers.explain()
+        self.runner.peers.raise_if_lost()
         self.runner.reset_state()
 
     def _start(self, request: Request) -> None:

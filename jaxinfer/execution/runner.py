@@ -26,7 +26,7 @@ from jaxinfer.execution.compile import compile_program, compile_programs
 from jaxinfer.execution.memory import MemoryPlan, bytes_on_a_device, device_limit, plan_pages
 from jaxinfer.kernels.dispatch import platform
 from jaxinfer.models.functional import Weights
-from jaxinfer.parallel.hosts.facts import agreed_plan
+from jaxinfer.parallel.hosts.agreement import agree_on_memory
 from jaxinfer.parallel.hosts.messages import Op
 from jaxinfer.parallel.sharded_model import ShardedModel
 
@@ -64,7 +64,7 @@ class Runner:
             sizes=engine_state.StateSizes.of(config, model.model.numerics, max_model_len),
             sample_tile=CPU_SAMPLE_TILE if on_cpu else None,
         )
-        self.memory = agreed_plan(self._plan_memory(), model, weights, config, max_model_len)
+        self.memory = agree_on_memory(self._plan_memory(), model, weights, config, max_model_len)
         self._initial_state = self._compile_initial_state()
         self._make_state()
         self.table_width = self.program.sizes.table_width

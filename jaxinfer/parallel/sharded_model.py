@@ -27,7 +27,7 @@ from jaxinfer.loading.splitting import UnpackableError, place_whole
 from jaxinfer.loading.targets import load_targets
 from jaxinfer.models.functional import FunctionalModel, ParameterSpec, Weights
 from jaxinfer.options import ConfigError
-from jaxinfer.parallel.hosts.facts import check_mesh
+from jaxinfer.parallel.hosts.agreement import check_mesh
 from jaxinfer.parallel.hosts.peers import ALONE, Peers
 from jaxinfer.sharding.mesh import MeshError, device_groups, divisors, would_do
 from jaxinfer.sharding.products import least_overlapped

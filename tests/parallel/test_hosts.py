@@ -1,5 +1,7 @@
-"""Groups of real processes, two with four CPU devices each: the tokens of one process, and what
-becomes of the others when one is killed or goes another way."""
+"""Groups of two real processes with four CPU devices each.
+
+They generate the tokens of a single process, and all end when one is killed or diverges.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,12 @@ MESHES = [
     {"pipe": 2, "tensor": 4},
     {"seq": 4, "tensor": 2},
 ]
-LOST_S = 5.0  # from a death to the others' ends
-STARTED_S = 300.0  # on a busy machine
+LOST_S = 5.0  # from the death of one process to the end of the others
+STARTED_S = 300.0  # start-up on a busy machine
 
 
 def free_port() -> int:
-    """Of two neighbours: the coordinator's and the channel's."""
+    """Return the first of two free neighbouring ports: the coordinator's and the channel's."""
     for _ in range(100):
         with socket.create_server(("127.0.0.1", 0)) as first:
             port = first.getsockname()[1]
@@ -46,7 +48,7 @@ def free_port() -> int:
 
 
 class Group:
-    """Two processes, what they print, and how they ended."""
+    """Two processes and their output."""
 
     def __init__(self, output: Path, *, by_slurm: bool = False, **job: Any):
         self.processes, self.paths = [], []
@@ -71,7 +73,7 @@ class Group:
             self.paths.append(paths)
 
     def wait_for(self, line: str) -> None:
-        """Until process 0 has printed it."""
+        """Wait until process 0 has printed the line."""
         deadline = time.monotonic() + STARTED_S
         while line not in self.lines(0):
             for i, process in enumerate(self.processes):
@@ -98,7 +100,7 @@ class Group:
 
 
 def slurm_variables(process_id: int) -> dict[str, str]:
-    """By which jax finds a job of Slurm's: one step of two tasks on this machine."""
+    """Return the variables by which jax detects Slurm: one step of two tasks on this machine."""
     return {
         "SLURM_JOB_ID": "1",
         "SLURM_STEP_NODELIST": "localhost",
@@ -115,7 +117,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def tokens(folder, tmp_path_factory):
-    """A group that has said what it found, and now works without end."""
+    """A group that has printed its results and then generates tokens without end."""
     tuned = write_checkpoint(dataclasses.replace(MODEL, seed=1), tmp_path_factory.mktemp("tuned"))
     folders = [str(folder), str(tuned)]
     group = Group(tmp_path_factory.mktemp("tokens"), folders=folders, meshes=MESHES)
@@ -130,8 +132,9 @@ def start(tmp_path: Path, *, num_steps: int = -1, fault: str = "", **options) ->
     return Group(tmp_path, num_steps=num_steps, fault=fault, **options)
 
 
-def test_two_processes_make_the_tokens_of_one(tokens, folder):
-    expected = host_process.tokens_of(LLM(folder, host_process.config_for({}), show_progress=False))
+def test_two_processes_generate_the_tokens_of_one(tokens, folder):
+    llm = LLM(folder, host_process.config_for({}), show_progress=False)
+    expected = host_process.generate_tokens(llm)
     assert len({tuple(ids) for ids in expected}) == host_process.NUM_PROMPTS
     found = {str(f["mesh"]): f for f in tokens.found(0) if "mesh" in f}
     for mesh in MESHES:
@@ -140,7 +143,7 @@ def test_two_processes_make_the_tokens_of_one(tokens, folder):
         assert found[str(mesh)]["ring"] == mesh.get("seq", 1), mesh
 
 
-def test_a_mesh_that_leaves_devices_out_and_what_differs_is_refused_by_both(tokens):
+def test_small_mesh_and_differing_options_are_refused_by_both(tokens):
     for process_id in range(2):
         mesh, options, model = (f["refused"] for f in tokens.found(process_id) if "refused" in f)
         assert "the mesh has 4 devices (tensor 4), but the 2 processes have 8 together" in mesh
@@ -148,8 +151,8 @@ def test_a_mesh_that_leaves_devices_out_and_what_differs_is_refused_by_both(toke
         assert "the checkpoint's fingerprint is " in model
 
 
-def test_a_follower_that_is_killed_ends_process_0(tokens):
-    """Runs last of those that need the group."""
+def test_killed_follower_ends_process_0(tokens):
+    """Runs last of the tests that need the group."""
     tokens.processes[1].kill()
     code = tokens.end_of(0)
     assert code == 70, tokens.errors(0)
@@ -157,8 +160,8 @@ def test_a_follower_that_is_killed_ends_process_0(tokens):
     assert "process 1 (127.0.0.1:" in lines[0] and "is lost: its connection closed" in lines[0]
 
 
-def test_the_script_prints_answers_on_stdout_and_nothing_else(folder):
-    """Gloo, which writes there too, does it to stderr."""
+def test_script_prints_only_answers_on_stdout(folder):
+    """The output of gloo, which writes to stdout, is redirected to stderr."""
     port = free_port()
     command = [sys.executable, "scripts/generate.py", f"--model={folder}", "--prompt=Hi"]
     command += ["--format=jsonl", "--max_tokens=2", "--cpu_devices=1", "--set", "mesh.tensor=2"]
@@ -184,19 +187,19 @@ def test_the_script_prints_answers_on_stdout_and_nothing_else(folder):
     assert json.loads(out[0])["prompt"] == "Hi" and out[1] == ""
 
 
-def test_process_0_that_is_killed_ends_the_others(tmp_path):
-    """In a job that jax finds by itself."""
+def test_killed_process_0_ends_the_others(tmp_path):
+    """The job is one that jax detects itself."""
     group = start(tmp_path, by_slurm=True)
     try:
         group.wait_for("READY")
         group.processes[0].kill()
-        assert group.end_of(1) != 0  # 70, or jax's own service is quicker to end it
+        assert group.end_of(1) != 0  # 70, unless jax's own service ends it first
         assert "process 0 (" in group.errors(1) and "is lost: its" in group.errors(1)
     finally:
         group.kill()
 
 
-def test_a_follower_out_of_step_ends_all_and_names_the_step(tmp_path):
+def test_follower_out_of_step_ends_all_and_names_the_step(tmp_path):
     group = start(tmp_path, fault="wrong")
     try:
         group.wait_for("READY")
@@ -208,7 +211,7 @@ def test_a_follower_out_of_step_ends_all_and_names_the_step(tmp_path):
         group.kill()
 
 
-def test_an_error_that_nobody_catches_ends_all(tmp_path):
+def test_uncaught_error_ends_all(tmp_path):
     group = start(tmp_path, fault="raises")
     try:
         group.wait_for("READY")
@@ -220,7 +223,7 @@ def test_an_error_that_nobody_catches_ends_all(tmp_path):
         group.kill()
 
 
-def test_the_others_end_well_when_process_0_does_and_not_by_a_signal_of_their_own(tmp_path):
+def test_follower_survives_sigterm_and_ends_with_process_0(tmp_path):
     group = start(tmp_path, num_steps=40)
     try:
         group.wait_for("READY")

@@ -1,4 +1,4 @@
-"""The server on two processes, with two CPU devices each: one harness, and how both end."""
+"""The server on two processes with two CPU devices each: one endpoint, and how both end."""
 
 from __future__ import annotations
 
@@ -32,11 +32,13 @@ OPTIONS = merge(tiny_server.OPTIONS, {"max_model_len": 4096, "cache": {"num_page
 MESH = {"tensor": 4}
 PROMPT = "a prompt"
 MANY = 4000  # tokens: some 10 s
-LOST_S = 20.0  # from a death to the end of process 0, who tells its clients first
+LOST_S = (
+    20.0  # from the death of one process to the end of process 0, which tells its clients first
+)
 
 
 def command(process_id: int, port: int) -> list[str]:
-    """The same for both, but for their number."""
+    """Return the command line of a process; both differ in their number alone."""
     options = {**OPTIONS, "warm_up": True, "mesh": MESH, "serving": {"model_name": "tiny"}}
     flat = {
         f"{key}.{name}" if name else key: value
@@ -45,13 +47,13 @@ def command(process_id: int, port: int) -> list[str]:
     }
     settings = [f"--set={key}={json.dumps(value)}" for key, value in flat.items()]
     hosts = [f"--coordinator=127.0.0.1:{port}", "--num_processes=2", f"--process_id={process_id}"]
-    doors = ["--http_port=0", "--grpc_port=none", "--cpu_devices=2"]
+    ports = ["--http_port=0", "--grpc_port=none", "--cpu_devices=2"]
     model = f"--model={tiny_server.checkpoint()}"
-    return [sys.executable, str(SCRIPT), model, *settings, *hosts, *doors]
+    return [sys.executable, str(SCRIPT), model, *settings, *hosts, *ports]
 
 
 class Pair:
-    """Two processes that serve together; `http` is where process 0 said that it does."""
+    """Two processes that serve together; `http` is the address that process 0 announced."""
 
     def __init__(self, output: Path):
         self.paths = [output / f"stderr{process_id}" for process_id in range(2)]
@@ -89,7 +91,7 @@ class Pair:
 
 @contextlib.contextmanager
 def serving(output: Path) -> Iterator[Pair]:
-    """Ready to serve; killed at the end, if they have not ended."""
+    """Start a pair, wait until it serves, and kill it at the end if it still runs."""
     pair = Pair(output)
     try:
         pair.wait_until_announced()
@@ -116,16 +118,16 @@ def completion_of_one_process() -> str:
 
 
 def read_until_it_ends(lines: Iterator[str]) -> dict[str, Any]:
-    """The last event of a stream but `[DONE]`; empty where there is none."""
+    """Return the last event of a stream before `[DONE]`; empty if there is none."""
     last: dict[str, Any] = {}
-    with contextlib.suppress(httpx.RemoteProtocolError):  # cut off, which is for the caller to see
+    with contextlib.suppress(httpx.RemoteProtocolError):  # the caller checks for a cut-off stream
         for line in lines:
             if line.startswith("data: {"):
                 last = json.loads(line.removeprefix("data: "))
     return last
 
 
-def test_one_door_the_tokens_of_one_process_and_an_end_by_sigterm(tmp_path):
+def test_process_0_alone_serves_the_tokens_of_one_process_until_sigterm(tmp_path):
     expected = completion_of_one_process()
     with serving(tmp_path) as pair:
         assert completion(pair.http) == expected
@@ -136,13 +138,13 @@ def test_one_door_the_tokens_of_one_process_and_an_end_by_sigterm(tmp_path):
         assert "Traceback" not in pair.errors(0) + pair.errors(1)
 
 
-def test_a_process_that_is_killed_ends_the_answers_and_the_other(tmp_path):
+def test_killed_process_ends_the_streams_and_the_other_process(tmp_path):
     body = {"prompt": PROMPT, "max_tokens": MANY, "stream": True, "ignore_eos": True}
     with serving(tmp_path) as pair:
         url = pair.http + "/v1/completions"
         with httpx.stream("POST", url, json=body, timeout=LOST_S) as response:
             lines = response.iter_lines()
-            for _ in range(20):  # of them, with an empty line each
+            for _ in range(20):  # events, each followed by an empty line
                 assert next(lines).startswith("data: {") and next(lines) == ""
             killed_at = time.monotonic()
             pair.processes[1].kill()

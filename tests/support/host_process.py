@@ -1,8 +1,8 @@
-"""Run by tests/parallel/test_hosts.py, once a process of a group: two with four CPU devices each.
+"""One process of a group of two with four CPU devices each; see tests/parallel/test_hosts.py.
 
-python tests/support/host_process.py '{"hosts": {...}, "job": "tokens", ...}'
+python -m tests.support.host_process '{"hosts": {...}, "meshes": [...], "folders": [...]}'
 
-Process 0 prints what it found, a line of JSON a piece of work, then READY and works until killed.
+Process 0 prints its results, one line of JSON each, then READY, and works until it is killed.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxinfer import LLM, ConfigError, Engine, SamplingParams
 from jaxinfer.config import from_mapping
 from jaxinfer.parallel.hosts import HostsConfig, HostsError, Peers, follow, join
-from jaxinfer.parallel.hosts.following import wait_for_process_0
+from jaxinfer.parallel.hosts.follower import wait_for_process_0
 from jaxinfer.parallel.hosts.messages import Op
 from jaxinfer.sharding import zigzag
 
 NUM_PROMPTS = 5
 
 
-def say(found: Any) -> None:
+def emit(found: Any) -> None:
     print(json.dumps(found), flush=True)
 
 
 def config_for(mesh: dict[str, int], **changes: Any) -> Any:
-    """Few pages, so that requests are preempted, and one bucket."""
-    sizes = {"max_tokens": 16, "max_num_seqs": 4, **changes}
+    """Return options with few pages, so that requests are preempted, and one bucket."""
+    sizes = {"max_num_batched_tokens": 16, "max_num_seqs": 4, **changes}
     cache = {"page_size": 4, "num_pages": 18}
     return from_mapping({"mesh": mesh, "cache": cache, "scheduler": sizes, "min_bucket": 16})
 
 
 def requests() -> list[tuple[list[int], SamplingParams]]:
-    """Prompts that begin alike; greedy, seeded, and with penalties."""
+    """Return prompts with a common prefix; greedy, seeded, and with penalties."""
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 0.9, "seed": 3},
@@ -59,30 +59,29 @@ def runner_of(llm: LLM) -> Any:
     return llm.engine.runner
 
 
-def tokens_of(llm: LLM) -> list[list[int]]:
+def generate_tokens(llm: LLM) -> list[list[int]]:
     prompts, params = zip(*requests(), strict=True)
     outputs = llm.generate(list(prompts), list(params))
     return [output.outputs[0].token_ids for output in outputs]
 
 
 def compare_tokens(peers: Peers, folder: str, meshes: list[dict[str, int]]) -> LLM:
-    """The tokens of each mesh; the last one's model stays."""
+    """Print the tokens of each mesh; return the model on the last mesh."""
     for mesh in meshes:
         if mesh is not meshes[0]:
             peers.stop()
         llm = LLM(folder, config_for(mesh), show_progress=False, peers=peers)
         if peers.is_leader:
             split = zigzag.TokenSplit.of(runner_of(llm).model.layout, llm.engine.config.buckets[-1])
-            found = {"mesh": mesh, "tokens": tokens_of(llm), "ring": split.count}
-            say({**found, "preemptions": llm.engine.stats.num_preemptions})
+            found = {"mesh": mesh, "tokens": generate_tokens(llm), "ring": split.count}
+            emit({**found, "preemptions": llm.engine.stats.num_preemptions})
         elif mesh is not meshes[-1]:
             follow(runner_of(llm), peers)
     return llm
 
 
-def refusals(peers: Peers, folders: list[str]) -> None:
-    """What both processes say of a mesh that leaves devices out, of options that differ, and of
-    models that do."""
+def report_refusals(peers: Peers, folders: list[str]) -> None:
+    """Print the errors for a mesh that leaves devices out, and for differing options and models."""
     rows, other = 4 + peers.process_id, folders[peers.process_id]
     cases: list[tuple[str, dict[str, int], dict[str, int]]] = [
         (folders[0], {"tensor": 4}, {}),
@@ -93,21 +92,21 @@ def refusals(peers: Peers, folders: list[str]) -> None:
         try:
             LLM(folder, config_for(mesh, **changes), show_progress=False, peers=peers)
         except (ConfigError, HostsError) as error:
-            say({"refused": str(error)})
+            emit({"refused": str(error)})
 
 
 def run_tokens(peers: Peers, folders: list[str], meshes: list[dict[str, int]]) -> None:
-    refusals(peers, folders)
+    report_refusals(peers, folders)
     llm = compare_tokens(peers, folders[0], meshes)
     if peers.is_leader:
         print("READY", flush=True)
         while True:
-            tokens_of(llm)
+            generate_tokens(llm)
     follow(runner_of(llm), peers)
 
 
-class Sums:
-    """A runner whose one program adds up over all devices."""
+class SumRunner:
+    """A runner whose only program is a sum over all devices."""
 
     def __init__(self, peers: Peers):
         self.peers = peers
@@ -127,10 +126,13 @@ class Sums:
 
 
 def run_sums(peers: Peers, num_steps: int, fault: str) -> None:
-    """`num_steps` sums, or without end. `fault` "wrong": process 1 once takes another bucket;
-    "raises": process 0 ends by an error that nobody catches."""
-    runner = Sums(peers)
-    peers.ready()
+    """Make `num_steps` sums, or sums without end if it is negative.
+
+    `fault` "wrong": process 1 takes another bucket once. "raises": process 0 ends by an uncaught
+    error.
+    """
+    runner = SumRunner(peers)
+    peers.wait_until_ready()
     if peers.is_leader:
         step = 0
         while step != num_steps:
@@ -141,9 +143,9 @@ def run_sums(peers: Peers, num_steps: int, fault: str) -> None:
                 raise ZeroDivisionError("on purpose")
             if step == 8:
                 print("READY", flush=True)
-                time.sleep(0.5)  # what follows is for the one who waits for this line
+                time.sleep(0.5)  # lets the test read this line before anything else happens
         peers.stop()
-        say({"sums": step})
+        emit({"sums": step})
         return
     if fault == "wrong":
         run_step = runner.run_step
@@ -151,12 +153,12 @@ def run_sums(peers: Peers, num_steps: int, fault: str) -> None:
         runner.run_step = other  # type: ignore[method-assign]
     wait_for_process_0(peers.process_id)
     follow(runner, peers)
-    say({"stopped": True})
+    emit({"stopped": True})
 
 
 def main(job: dict[str, Any]) -> None:
     jax.config.update("jax_num_cpu_devices", 4)
-    zigzag.MAX_TOGETHER = 4  # else steps of 16 tokens would not be cut: no ring
+    zigzag.MAX_TOGETHER = 4  # steps of 16 tokens are split, so that the ring is tested
     config = HostsConfig(**job["hosts"])
     peers = join(dataclasses.replace(config, check_steps=8, join_timeout_s=60.0))
     try:

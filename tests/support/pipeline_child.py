@@ -57,7 +57,7 @@ def ticks_of_16_chunks(model, weights) -> list[list[int | None]]:
 
 def ticks_of_decodes(model, weights) -> list[list[int | None]]:
     cache = {"page_size": 8, "num_pages": 64}
-    scheduler = {"max_tokens": 16, "max_num_seqs": 8}
+    scheduler = {"max_num_batched_tokens": 16, "max_num_seqs": 8}
     engine = engine_of(model, weights, cache=cache, scheduler=scheduler)
     for i in range(8):
         params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)

@@ -1,32 +1,35 @@
-"""Many hosts: one engine over the devices of several processes, each on a machine of its own.
+"""Multi-host inference: one engine over the devices of several processes, one process per machine.
 
-    process 0   scheduler, requests, the servers' doors    announces each call, then makes it
-    others      the same weights, programs and devices     make each call as it arrives
+    process 0   runs the scheduler and the servers; announces each program call, then makes it
+    others      hold the same programs and their shards of the weights; repeat each announced call
 
 Every process runs the same compiled programs in the same order on one global mesh
-(`jax.distributed`). Process 0 alone plans; what it gives its programs besides weights and state is
-numpy, O(tokens) bytes a step (`batch.py`), and `Peers` sends just that to the others, which give it
-to theirs (`follow`). What programs return is the same on every device, so process 0 reads its own.
+(`jax.distributed`). Process 0 alone plans. Besides weights and state, the inputs of its programs
+are numpy arrays of O(tokens) bytes a step (`batch.py`). `Peers` sends them to the other processes,
+which pass them to their own programs (`follow`). The outputs are the same on every device, so
+process 0 reads its own copy.
 
-**The channel** is one TCP connection from each process to process 0 (`links.py`). Not a collective
-of the devices: a plan would queue behind the step that they are computing, and whoever waits for a
-collective cannot notice that its partner is gone. Not the key-value store of `jax.distributed`
-either: it is jax's own, without a promise for others, and a call through it takes a server's turn.
-A plan of 2 kB reaches the other process's main thread well within a millisecond (docs/scaling.md).
+**The channel** is one TCP connection from each process to process 0 (`channel.py`). It is not a
+collective of the devices: a plan would queue behind the step in progress, and a process blocked in
+a collective cannot notice that a peer is gone. Nor is it the key-value store of `jax.distributed`,
+which is internal to jax and handles each call through a server thread. A plan of 2 kB reaches the
+other process's main thread well within a millisecond (docs/scaling.md).
 
-**Out of step.** Every process hashes what it calls its programs with; every `check_steps` steps the
-hashes are compared. All agree beforehand on versions, model, configuration and the number of pages.
+**Divergence.** Every process hashes the inputs of its program calls; the hashes are compared every
+`check_steps` steps. Before the first step all processes agree on versions, model, configuration
+and the number of pages.
 
-**Death.** Each process watches its connections in a thread of their own. One that closes, or sends
-nothing for `silence_s`, ends every process with `EXIT_LOST` and a line that names the lost one:
-their main threads may be blocked in a collective that will never end.
+**Failure.** Each process monitors its connections in a separate thread. When a connection closes,
+or is silent for `heartbeat_timeout_s`, every process exits with `EXIT_LOST` and an error that
+names the lost process: the main threads may be blocked in a collective that will never finish.
 
-Not here: going on with fewer hosts, replicas over hosts (run a server each), encoders.
+Not supported: continuing with fewer hosts, replicas over several hosts (run one server per
+replica), and encoders.
 """
 
+from jaxinfer.parallel.hosts.channel import EXIT_LOST, HostsError
 from jaxinfer.parallel.hosts.config import HostsConfig
-from jaxinfer.parallel.hosts.following import follow
-from jaxinfer.parallel.hosts.links import EXIT_LOST, HostsError
+from jaxinfer.parallel.hosts.follower import follow
 from jaxinfer.parallel.hosts.peers import ALONE, Peers
 from jaxinfer.parallel.hosts.start import join
 

@@ -1,4 +1,4 @@
-"""How the processes of several hosts find each other, and when they give each other up."""
+"""Options of multi-host inference: addresses, the shared key and timeouts."""
 
 from __future__ import annotations
 
@@ -10,18 +10,22 @@ from jaxinfer.options import ConfigError, at_least, range_problems
 
 @dataclasses.dataclass(frozen=True)
 class HostsConfig:
-    """Where this process belongs. Without `coordinator` jax finds out by itself, on a TPU pod and
-    under Slurm or MPI; then neither number is given."""
+    """This process's place among the processes of one engine.
+
+    Without `coordinator`, jax detects the processes itself (on a TPU pod and under Slurm or MPI);
+    `num_processes` and `process_id` must then be left out too. Raises `ConfigError` for options
+    that are out of range or do not go together.
+    """
 
     coordinator: str | None = None  # HOST:PORT of process 0, as the others reach it
     num_processes: int | None = at_least(1, None)
     process_id: int | None = at_least(0, None)
-    # None: the coordinator's + 1, or any free one where jax finds the processes.
+    # None: the coordinator's port + 1, or any free port where jax detects the processes.
     channel_port: int | None = at_least(1, None, at_most=65535)
-    channel_key_file: str | None = None  # a secret that all know: who does not, cannot join
-    join_timeout_s: float = at_least(0.1, 300.0)  # for all to be there
-    silence_s: float = at_least(0.1, 10.0)  # of a process from which nothing comes: it is lost
-    check_steps: int = at_least(1, 64)  # steps from one comparison of hashes to the next
+    channel_key_file: str | None = None  # a shared secret that a process must prove to join
+    join_timeout_s: float = at_least(0.1, 300.0)  # until all processes must have joined
+    heartbeat_timeout_s: float = at_least(0.1, 10.0)  # a process silent for longer is lost
+    check_steps: int = at_least(1, 64)  # steps between two comparisons of hashes
 
     def __post_init__(self):
         problems = list(range_problems(self, ""))
@@ -29,12 +33,12 @@ class HostsConfig:
         if any(v is not None for v in given) and any(v is None for v in given):
             problems.append(
                 "coordinator, num_processes and process_id go together: give all three, or none "
-                "where jax finds them out (a TPU pod, Slurm, MPI)"
+                "where jax detects them (a TPU pod, Slurm, MPI)"
             )
         elif self.coordinator is None and self.channel_key_file is not None:
             problems.append(
-                "channel_key_file goes with coordinator: where jax finds the processes, a random "
-                "key is told through the devices"
+                "channel_key_file goes with coordinator: where jax detects the processes, a random "
+                "key is broadcast through the devices"
             )
         elif not problems and self.coordinator is not None:
             problems += self._address_problems()
@@ -52,7 +56,10 @@ class HostsConfig:
         return int(self.coordinator.rpartition(":")[2])
 
     def channel_key(self) -> bytes:
-        """Empty without a file; `ConfigError` for one that is not there or has nothing in it."""
+        """Read the shared key; empty without a file.
+
+        Raises `ConfigError` if the file cannot be read or is empty.
+        """
         if self.channel_key_file is None:
             return b""
         try:

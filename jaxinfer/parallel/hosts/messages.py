@@ -1,7 +1,7 @@
-"""What goes over the channel: an operation, a number, and numpy arrays or a text. No pickle.
+"""The channel's wire format: an operation, and numpy arrays or text as its payload. No pickle.
 
-frame   length u32 | operation u8 | payload            (length: of operation and payload)
-call    number i64 | arrays, each: len(type) u8 | type | dimensions u8 | u32 each | its bytes
+frame   length u32 | operation u8 | payload            (length counts operation and payload)
+call    number i64 | arrays, each: len(dtype) u8 | dtype | rank u8 | dimensions u32 | bytes
 text    UTF-8, or JSON in UTF-8
 """
 
@@ -15,31 +15,31 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-MAX_FRAME_BYTES = 2**28  # a larger claim comes from no process of ours
+MAX_FRAME_BYTES = 2**28  # a larger length was not written by this program
 _HEAD = struct.Struct("<IB")
-_NUMBER = struct.Struct("<q")  # a server of 100 steps a second counts 2**31 in eight months
+_NUMBER = struct.Struct("<q")  # 100 steps a second overflow 32 bits within eight months
 
 
 class Op(enum.IntEnum):
-    # Calls, which process 0 makes and the others repeat.
-    STEP = 1  # number: its bucket
+    # Program calls of process 0, which the other processes repeat.
+    STEP = 1  # number: the bucket
     ADMIT = 2
     EXTRAS = 3  # number: the slot
     RESET = 4
-    # From process 0.
-    CHECK = 16  # number: steps so far; the hash over all calls
-    STOP = 17  # no more calls to this engine
-    START = 18  # all have joined
-    AGREED = 19  # JSON: what came of AGREE
-    GO = 20  # all are ready
-    # From all.
-    BEAT = 32  # I am here
-    BYE = 33  # I leave, and all is well
-    FAILED = 34  # text: why I end, and you have to
-    # To process 0.
-    HELLO = 48  # JSON: who I am
-    AGREE = 49  # JSON: what I am about to run
-    READY = 50  # my programs are compiled
+    # Sent by process 0.
+    CHECK = 16  # number: steps so far; array: the hash over all calls
+    STOP = 17  # this engine makes no more calls
+    START = 18  # all processes have joined
+    AGREED = 19  # JSON: the result of AGREE
+    GO = 20  # all processes are ready
+    # Sent by every process.
+    HEARTBEAT = 32
+    BYE = 33  # the sender leaves in good order
+    FAILED = 34  # text: why the sender ends, and why the receiver must
+    # Sent to process 0.
+    HELLO = 48  # JSON: the sender's number, the number of processes, the facts to compare
+    AGREE = 49  # JSON: the model and options that the sender is about to run
+    READY = 50  # the sender's programs are compiled
 
 
 CALLS = frozenset({Op.STEP, Op.ADMIT, Op.EXTRAS, Op.RESET})
@@ -48,7 +48,7 @@ CALLS = frozenset({Op.STEP, Op.ADMIT, Op.EXTRAS, Op.RESET})
 class Message(NamedTuple):
     op: Op
     payload: bytes
-    process_id: int  # of the sender
+    process_id: int  # the sender's
 
 
 class Call(NamedTuple):
@@ -57,12 +57,15 @@ class Call(NamedTuple):
     arrays: tuple[np.ndarray, ...]
 
 
-def frame(op: Op, payload: bytes = b"") -> bytes:
+def encode_frame(op: Op, payload: bytes = b"") -> bytes:
     return _HEAD.pack(1 + len(payload), op) + payload
 
 
-def take_frames(buffer: bytearray, process_id: int) -> list[Message]:
-    """The whole frames at the buffer's start, which it loses; `ValueError` for no frame of ours."""
+def decode_frames(buffer: bytearray, process_id: int) -> list[Message]:
+    """Remove the complete frames from the buffer's start and return them.
+
+    Raises `ValueError` for bytes that are no frame.
+    """
     messages = []
     while len(buffer) >= _HEAD.size:
         length, op = _HEAD.unpack_from(buffer)
@@ -79,28 +82,28 @@ def take_frames(buffer: bytearray, process_id: int) -> list[Message]:
 def pack_call(number: int, arrays: Sequence[np.ndarray]) -> bytes:
     parts = [_NUMBER.pack(number)]
     for array in arrays:
-        kind = array.dtype.str.encode()
-        parts.append(struct.pack(f"<B{len(kind)}sB", len(kind), kind, array.ndim))
+        dtype = array.dtype.str.encode()
+        parts.append(struct.pack(f"<B{len(dtype)}sB", len(dtype), dtype, array.ndim))
         parts.append(struct.pack(f"<{array.ndim}I", *array.shape))
         parts.append(array.tobytes())
     return b"".join(parts)
 
 
 def unpack_call(message: Message) -> Call:
-    """Arrays of their own, aligned as numpy aligns them."""
+    """Decode a call; its arrays own their memory, aligned as numpy aligns it."""
     payload, arrays = message.payload, []
     [number] = _NUMBER.unpack_from(payload)
-    at = _NUMBER.size
-    while at < len(payload):
-        size = payload[at]
-        kind = np.dtype(payload[at + 1 : at + 1 + size].decode())
-        at += 1 + size
-        num_dims = payload[at]
-        shape = struct.unpack_from(f"<{num_dims}I", payload, at + 1)
-        at += 1 + 4 * num_dims
+    offset = _NUMBER.size
+    while offset < len(payload):
+        size = payload[offset]
+        dtype = np.dtype(payload[offset + 1 : offset + 1 + size].decode())
+        offset += 1 + size
+        num_dims = payload[offset]
+        shape = struct.unpack_from(f"<{num_dims}I", payload, offset + 1)
+        offset += 1 + 4 * num_dims
         count = int(np.prod(shape, dtype=np.int64))
-        arrays.append(np.frombuffer(payload, kind, count, at).reshape(shape).copy())
-        at += count * kind.itemsize
+        arrays.append(np.frombuffer(payload, dtype, count, offset).reshape(shape).copy())
+        offset += count * dtype.itemsize
     return Call(message.op, number, tuple(arrays))
 
 
@@ -109,7 +112,7 @@ def pack_json(value: Any) -> bytes:
 
 
 def unpack_json(payload: bytes) -> Any:
-    """`ValueError` for what is no JSON."""
+    """Decode JSON; raises `ValueError` for anything else."""
     try:
         return json.loads(payload)
     except RecursionError:

@@ -1,4 +1,4 @@
-"""The other processes, as the runner sees them: what they agree on, and each call announced."""
+"""The runner's view of the other processes: agreement before the start, and announced calls."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from jaxinfer.parallel.hosts.joining import Facts, differences
-from jaxinfer.parallel.hosts.links import EXIT_LOST, HostsError, Watch, leave
+from jaxinfer.parallel.hosts.channel import EXIT_LOST, HostsError, LinkMonitor, exit_now
+from jaxinfer.parallel.hosts.handshake import Facts, differences
 from jaxinfer.parallel.hosts.messages import (
     CALLS,
     Call,
@@ -27,7 +27,7 @@ from jaxinfer.parallel.hosts.messages import (
 
 
 class Peers:
-    """One process, which needs nobody: what `Leader` and `Follower` do more is in them."""
+    """The interface, and its implementation for a single process, which does nothing."""
 
     process_id = 0
     num_processes = 1
@@ -37,49 +37,59 @@ class Peers:
         """Whether this is process 0, which plans."""
         return self.process_id == 0
 
-    def agree(self, facts: Facts, num_pages: int) -> int:
-        """The smallest `num_pages` of all processes, if all have the same `facts`; `HostsError`
-        names those that differ."""
+    def agree_on_pages(self, facts: Facts, num_pages: int) -> int:
+        """Return the smallest `num_pages` of all processes.
+
+        Raises `HostsError`, naming the differences, unless all processes pass the same `facts`.
+        """
         return num_pages
 
-    def ready(self) -> None:
-        """Returns when all are: process 0 takes no request before."""
+    def wait_until_ready(self) -> None:
+        """Wait until every process has called this; process 0 takes no request before."""
 
     def call(
         self, op: Op, number: int, *arrays: np.ndarray
     ) -> contextlib.AbstractContextManager[None]:
-        """Around the call of a program with these arrays, which the others are to make too."""
+        """Announce a program call with these arrays; the body of the context makes it."""
         return contextlib.nullcontext()
 
-    def explain(self) -> None:
-        """After an error that may be of a lost process: `HostsError` if it is."""
+    def raise_if_lost(self) -> None:
+        """Raise `HostsError` if a process is lost; waits briefly for the news of it.
+
+        Call it after an error that a lost process may have caused.
+        """
 
     def stop(self) -> None:
-        """Process 0 has no more calls to its engine."""
+        """Tell the other processes that the engine of process 0 makes no more calls."""
 
     def on_lost(self, action: Callable[[str], None]) -> None:
-        """What to do, in a thread of its own, when a process is lost or fails; it gets a line that
-        says so. By default that is printed, and this process ends with `EXIT_LOST`."""
+        """Set what happens when a process is lost or fails.
+
+        `action` receives one line of text and runs in another thread. By default the line is
+        printed and this process exits with `EXIT_LOST`.
+        """
 
     def close(self) -> None:
-        """Leave, and all is well."""
+        """Leave in good order."""
 
     def fail(self, error: BaseException) -> None:
-        """Leave because of `error`: the others end, and say so."""
+        """Leave because of `error`; the other processes end and report it."""
 
     def abandon(self, error: BaseException, code: int = EXIT_LOST) -> None:
-        """`fail`, then end the process with `code`: in an orderly end jax would wait for the
-        others. Returns where there are none."""
+        """Call `fail`, then exit with `code` at once; returns if there are no other processes.
+
+        An orderly exit would block: jax waits for the other processes.
+        """
 
 
 ALONE = Peers()
 
 
-class _Joined(Peers):
-    """One of several. `watch` has been started."""
+class _ConnectedPeers(Peers):
+    """One of several processes. `monitor` has been started."""
 
-    def __init__(self, watch: Watch, process_id: int, num_processes: int, check_steps: int):
-        self.watch = watch
+    def __init__(self, monitor: LinkMonitor, process_id: int, num_processes: int, check_steps: int):
+        self.monitor = monitor
         self.process_id = process_id
         self.num_processes = num_processes
         self._check_steps = check_steps
@@ -88,42 +98,44 @@ class _Joined(Peers):
         self._num_steps = 0
 
     def on_lost(self, action: Callable[[str], None]) -> None:
-        self.watch.on_lost = action
+        self.monitor.on_lost = action
 
-    def explain(self) -> None:
-        self.watch.explain()
-        self.watch.check()
+    def raise_if_lost(self) -> None:
+        self.monitor.wait_for_failure()
+        self.monitor.check()
 
     def close(self) -> None:
         self._has_left = True
-        self.watch.close()
+        self.monitor.close()
 
     def fail(self, error: BaseException) -> None:
         self._has_left = True
         text = f"{type(error).__name__}: {error}"
-        self.watch.close(Op.FAILED, text.encode(), timeout_s=0.5)
+        self.monitor.close(Op.FAILED, text.encode(), timeout_s=0.5)
 
     def abandon(self, error: BaseException, code: int = EXIT_LOST) -> None:
         self.fail(error)
-        leave(code)
+        exit_now(code)
 
     def at_exit(self) -> None:
-        """For a process that ends without `close`, as by an error that nobody caught: jax would
-        wait for the others first, and they for a call."""
+        """Fail if this process ends without `close`, for example by an uncaught error.
+
+        Otherwise jax would wait for the other processes, which wait for a call.
+        """
         if not self._has_left:
             error = getattr(sys, "last_value", None) or HostsError("it ended without Peers.close")
             self.abandon(error, 1)
 
-    def _note(self, op: Op, payload: bytes) -> None:
-        """Add a call to the hash over all of them."""
+    def _update_hash(self, op: Op, payload: bytes) -> None:
+        """Add a call to the hash over all calls."""
         self._hash.update(bytes([op]))
         self._hash.update(payload)
         self._num_steps += op is Op.STEP
 
     def _next(self) -> Message:
-        """What another process has sent. Waits as long as all are alive."""
-        message = self.watch.inbox.get()
-        self.watch.check()
+        """Wait for the next message; raises `HostsError` if a process is lost meanwhile."""
+        message = self.monitor.inbox.get()
+        self.monitor.check()
         return message
 
     def _expect(self, op: Op) -> Message:
@@ -140,48 +152,49 @@ class _Joined(Peers):
         return message
 
 
-class Leader(_Joined):
+class Leader(_ConnectedPeers):
     """Process 0."""
 
-    def agree(self, facts: Facts, num_pages: int) -> int:
-        mine = {**facts, "check_steps": str(self._check_steps)}
-        problems, least = [], num_pages
-        for message in self._one_from_each(Op.AGREE):
+    def agree_on_pages(self, facts: Facts, num_pages: int) -> int:
+        ours = {**facts, "check_steps": str(self._check_steps)}
+        problems, smallest = [], num_pages
+        for message in self._collect(Op.AGREE):
             theirs = unpack_json(message.payload)
             name = f"process {message.process_id}"
-            problems += differences(mine, theirs["facts"], name)
-            least = min(least, theirs["num_pages"])
-        answer = {"problems": problems, "num_pages": least}
-        self.watch.send(Op.AGREED, pack_json(answer))
+            problems += differences(ours, theirs["facts"], name)
+            smallest = min(smallest, theirs["num_pages"])
+        answer = {"problems": problems, "num_pages": smallest}
+        self.monitor.send(Op.AGREED, pack_json(answer))
         if problems:
-            _differ(problems)
-        return least
+            _raise_disagreement(problems)
+        return smallest
 
-    def ready(self) -> None:
-        self._one_from_each(Op.READY)
-        self.watch.send(Op.GO)
+    def wait_until_ready(self) -> None:
+        self._collect(Op.READY)
+        self.monitor.send(Op.GO)
 
     @contextlib.contextmanager
     def call(self, op: Op, number: int, *arrays: np.ndarray) -> Iterator[None]:
         payload = pack_call(number, arrays)
-        with _uninterrupted():
-            self._note(op, payload)
-            self.watch.send(op, payload)
+        with _defer_sigint():
+            self._update_hash(op, payload)
+            self.monitor.send(op, payload)
             try:
                 yield
             except BaseException as error:
-                # The others have made the call, or will, and then wait for this process. Where one
-                # of them is gone, that is what is said.
-                self.watch.explain()
-                self.watch.fail(f"process 0 failed in a call that the others make: {error!r}")
+                # The others make the call too and then wait for this process, so all must end. If
+                # one of them is lost, that is the cause to report.
+                self.monitor.wait_for_failure()
+                self.monitor.fail(f"process 0 failed in a call that the others make: {error!r}")
                 raise
             if op is Op.STEP and self._num_steps % self._check_steps == 0:
-                self.watch.send(Op.CHECK, pack_call(self._num_steps, [_digest(self._hash)]))
+                self.monitor.send(Op.CHECK, pack_call(self._num_steps, [_digest(self._hash)]))
 
     def stop(self) -> None:
-        self.watch.send(Op.STOP)
+        self.monitor.send(Op.STOP)
 
-    def _one_from_each(self, op: Op) -> list[Message]:
+    def _collect(self, op: Op) -> list[Message]:
+        """Return one message from each other process, by process number."""
         messages: dict[int, Message] = {}
         while len(messages) < self.num_processes - 1:
             message = self._expect(op)
@@ -189,30 +202,33 @@ class Leader(_Joined):
         return [messages[i] for i in sorted(messages)]
 
 
-class Follower(_Joined):
-    """Any other process."""
+class Follower(_ConnectedPeers):
+    """Any process but the first."""
 
-    def agree(self, facts: Facts, num_pages: int) -> int:
-        mine = {**facts, "check_steps": str(self._check_steps)}
-        self.watch.send(Op.AGREE, pack_json({"facts": mine, "num_pages": num_pages}))
+    def agree_on_pages(self, facts: Facts, num_pages: int) -> int:
+        ours = {**facts, "check_steps": str(self._check_steps)}
+        self.monitor.send(Op.AGREE, pack_json({"facts": ours, "num_pages": num_pages}))
         answer = unpack_json(self._expect(Op.AGREED).payload)
         if answer["problems"]:
-            _differ(answer["problems"])
+            _raise_disagreement(answer["problems"])
         return answer["num_pages"]
 
-    def ready(self) -> None:
-        self.watch.send(Op.READY)
+    def wait_until_ready(self) -> None:
+        self.monitor.send(Op.READY)
         self._expect(Op.GO)
 
     @contextlib.contextmanager
     def call(self, op: Op, number: int, *arrays: np.ndarray) -> Iterator[None]:
-        self.watch.check()
-        self._note(op, pack_call(number, arrays))
+        self.monitor.check()
+        self._update_hash(op, pack_call(number, arrays))
         yield
 
     def calls(self) -> Iterator[Call]:
-        """What process 0 calls, until it stops; each is to be made, inside `call`, before the next
-        is asked for. `HostsError` where its calls are not the ones made here."""
+        """Yield the calls of process 0 until it stops.
+
+        The caller makes each one, inside `call`, before it takes the next. Raises `HostsError` if
+        the calls made here differ from those of process 0.
+        """
         while True:
             message = self._next()
             if message.op in (Op.STOP, Op.BYE):
@@ -237,22 +253,22 @@ class Follower(_Joined):
 
 
 @contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C waits until the end: a call is made by all processes or by none."""
+def _defer_sigint() -> Iterator[None]:
+    """Defer Ctrl-C to the end of the body: all processes make a call, or none does."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    waiting: list[Any] = []
-    handler = signal.signal(signal.SIGINT, lambda *event: waiting.append(event))
+    deferred: list[Any] = []
+    handler = signal.signal(signal.SIGINT, lambda *event: deferred.append(event))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
-    if waiting and callable(handler):
-        handler(*waiting[0])
+    if deferred and callable(handler):
+        handler(*deferred[0])
 
 
-def _differ(problems: list[str]) -> NoReturn:
+def _raise_disagreement(problems: list[str]) -> NoReturn:
     text = "; ".join(problems[:8])
     more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
     raise HostsError(

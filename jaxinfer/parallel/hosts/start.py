@@ -1,4 +1,4 @@
-"""From a configuration to processes that know each other: the channel, then `jax.distributed`."""
+"""Start-up of several processes: the channel first, then `jax.distributed`."""
 
 from __future__ import annotations
 
@@ -12,32 +12,36 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 import jaxinfer
+from jaxinfer.parallel.hosts.channel import HostsError, Link, LinkMonitor
 from jaxinfer.parallel.hosts.config import HostsConfig
-from jaxinfer.parallel.hosts.joining import admit_all, knock, listen
-from jaxinfer.parallel.hosts.links import HostsError, Link, Watch
+from jaxinfer.parallel.hosts.handshake import ProcessInfo, accept_all, connect, listen
 from jaxinfer.parallel.hosts.peers import ALONE, Follower, Leader, Peers
 
-# jax's own service notices a death too, later, and ends the process with pages of stacks.
+# jax's own service also notices a lost process; it must do so later than the channel, because it
+# ends this process with pages of stack traces.
 SERVICE_HEARTBEAT_S = 100
-SHUTDOWN_S = 10  # at a process's end it waits so long for the others' ends
+SHUTDOWN_S = 10  # how long jax waits, at a process's end, for the others to end
 ADDRESS_BYTES = 256
 KEY_BYTES = 32
-BACKDROP = ("192.0.2.1", 9)  # of a block for documentation (RFC 5737): nothing is sent to it
+# An address reserved for documentation (RFC 5737): nothing is sent to it.
+UNUSED_ADDRESS = ("192.0.2.1", 9)
 
 
 def join(config: HostsConfig) -> Peers:
-    """Meet the other processes, before anything else touches a device. `HostsError` says who is
-    missing or does not fit. On a CPU, devices of several processes reach each other by gloo.
+    """Join the other processes; call it before anything else uses a device.
 
-    With a coordinator's address the channel comes first: whoever cannot be reached, or has another
-    version, is then named before `jax.distributed` would wait for it. Where jax finds the processes
-    by itself, process 0 tells its address and a key through the devices.
+    Raises `HostsError`, naming the process that is missing or does not match. On CPUs, devices of
+    several processes communicate by gloo.
+
+    With a coordinator's address the channel is set up first, so that a process that cannot be
+    reached or has another version is named before `jax.distributed` would wait for it. Where jax
+    detects the processes, process 0 broadcasts its address and a random key through the devices.
     """
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # Its notice of a machine that is to be taken away is for those who save checkpoints.
+    # Preemption notices serve training jobs, which save a checkpoint then.
     jax.config.update("jax_enable_preemption_service", False)
     if config.coordinator is None:
-        return _join_found(config)
+        return _join_detected(config)
     assert config.num_processes is not None and config.process_id is not None
     if config.num_processes == 1:
         return ALONE
@@ -46,8 +50,8 @@ def join(config: HostsConfig) -> Peers:
         config,
         config.process_id,
         config.num_processes,
-        (host, config.channel_port or port + 1),
-        config.channel_key(),
+        address=(host, config.channel_port or port + 1),
+        key=config.channel_key(),
     )
     try:
         _initialize(
@@ -63,12 +67,12 @@ def join(config: HostsConfig) -> Peers:
     return peers
 
 
-def _join_found(config: HostsConfig) -> Peers:
+def _join_detected(config: HostsConfig) -> Peers:
     try:
         _initialize(config)
     except ValueError as error:
         raise HostsError(
-            f"jax finds no other processes here ({error}): this is no TPU pod, Slurm or MPI job "
+            f"jax detects no other processes here ({error}): this is no TPU pod, Slurm or MPI job "
             "that it knows; give coordinator, num_processes and process_id"
         ) from error
     num_processes, process_id = jax.process_count(), jax.process_index()
@@ -78,19 +82,22 @@ def _join_found(config: HostsConfig) -> Peers:
     if process_id == 0:
         listener, host = listen("", port), _own_address()
         port = listener.getsockname()[1]
-    told = np.zeros(ADDRESS_BYTES, np.uint8)
+    buffer = np.zeros(ADDRESS_BYTES, np.uint8)
     text = key + f"{host} {port}".encode()
-    told[: len(text)] = np.frombuffer(text, np.uint8)
-    told = np.asarray(multihost_utils.broadcast_one_to_all(told)).astype(np.uint8)
-    host, _, port_text = told[KEY_BYTES:].tobytes().rstrip(b"\0").decode().rpartition(" ")
-    address, key = (host, int(port_text)), told[:KEY_BYTES].tobytes()
-    return _join_channel(config, process_id, num_processes, address, key, listener)
+    buffer[: len(text)] = np.frombuffer(text, np.uint8)
+    buffer = np.asarray(multihost_utils.broadcast_one_to_all(buffer)).astype(np.uint8)
+    host, _, port_text = buffer[KEY_BYTES:].tobytes().rstrip(b"\0").decode().rpartition(" ")
+    address, key = (host, int(port_text)), buffer[:KEY_BYTES].tobytes()
+    return _join_channel(
+        config, process_id, num_processes, address=address, key=key, listener=listener
+    )
 
 
 def _join_channel(
     config: HostsConfig,
     process_id: int,
     num_processes: int,
+    *,
     address: tuple[str, int],
     key: bytes,
     listener: socket.socket | None = None,
@@ -99,50 +106,50 @@ def _join_channel(
         "jaxinfer": jaxinfer.__version__,
         "jax": jax.__version__,
         "jaxlib": metadata.version("jaxlib"),
-        # How often a process says that it is there follows from its own.
-        "silence_s": f"{config.silence_s:g}",
+        # A process derives its heartbeat interval from its own timeout.
+        "heartbeat_timeout_s": f"{config.heartbeat_timeout_s:g}",
     }
+    timeout_s = config.join_timeout_s
     links: list[Link]
     if process_id == 0:
-        with listener or listen(*address) as waiting:
-            links = admit_all(waiting, num_processes, key, facts, config.join_timeout_s)
+        with listener or listen(*address) as server:
+            links = accept_all(server, num_processes, key, facts, timeout_s)
     else:
-        timeout_s = config.join_timeout_s
-        links = [
-            knock(address, process_id, num_processes, key=key, facts=facts, timeout_s=timeout_s)
-        ]
-    watch = Watch(links, config.silence_s)
-    watch.start()
-    kind = Leader if process_id == 0 else Follower
-    peers = kind(watch, process_id, num_processes, config.check_steps)
-    atexit.register(peers.at_exit)  # before what jax has registered
+        info = ProcessInfo(process_id, num_processes, facts)
+        links = [connect(address, info, key=key, timeout_s=timeout_s)]
+    monitor = LinkMonitor(links, config.heartbeat_timeout_s)
+    monitor.start()
+    cls = Leader if process_id == 0 else Follower
+    peers = cls(monitor, process_id, num_processes, config.check_steps)
+    atexit.register(peers.at_exit)  # runs before the handlers that jax registered earlier
     return peers
 
 
-def _initialize(config: HostsConfig, **where) -> None:
+def _initialize(config: HostsConfig, **cluster) -> None:
+    heartbeat_s = max(SERVICE_HEARTBEAT_S, round(4 * config.heartbeat_timeout_s))
     try:
         jax.distributed.initialize(
-            **where,
+            **cluster,
             initialization_timeout=max(1, round(config.join_timeout_s)),
-            heartbeat_timeout_seconds=max(SERVICE_HEARTBEAT_S, round(4 * config.silence_s)),
+            heartbeat_timeout_seconds=heartbeat_s,
             shutdown_timeout_seconds=SHUTDOWN_S,
         )
     except RuntimeError as error:
         raise HostsError(
-            f"jax.distributed did not start ({error}): is the coordinator's port free on process "
-            "0, and open to the others?"
+            f"jax.distributed did not start ({error}): is the coordinator's port free on the "
+            "machine of process 0, and open to the others?"
         ) from error
-    # Processes share out the tuning of a GPU's program: one that found the program in a cache of
-    # its own would leave the others waiting for its share.
+    # On GPUs, XLA divides the autotuning of a program among the processes. A process that finds
+    # the program in its compilation cache would leave the others waiting for its share.
     if jax.default_backend() == "gpu":
         jax.config.update("jax_enable_compilation_cache", False)
 
 
 def _own_address() -> str:
-    """By which other machines reach this one: that of its way out."""
+    """Return the address of the interface through which this machine reaches other networks."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(BACKDROP)
+            probe.connect(UNUSED_ADDRESS)
             return probe.getsockname()[0]
         except OSError:
             return socket.gethostbyname(socket.gethostname())

@@ -1,4 +1,4 @@
-"""What every process but the first does: make the calls that process 0 makes."""
+"""The main loop of every process but the first: repeat the program calls of process 0."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from typing import Any
 
 import jax
 
-from jaxinfer.parallel.hosts.links import HostsError
+from jaxinfer.parallel.hosts.channel import HostsError
 from jaxinfer.parallel.hosts.messages import Op
 from jaxinfer.parallel.hosts.peers import Follower, Peers
 
-UNDER_WAY = 2  # steps: process 0 starts the next one before it reads the last one's tokens
+# Process 0 starts a step before it reads the tokens of the previous one.
+MAX_STEPS_IN_FLIGHT = 2
 
 
 def follow(runner: Any, peers: Peers) -> None:
-    """Make the calls of process 0 on a `jaxinfer.execution.runner.Runner`; returns when process 0
-    stops.
+    """Repeat the calls of process 0 on a `jaxinfer.execution.runner.Runner` until it stops.
 
-    `HostsError` where its calls are not those made here. An error of a device ends all processes.
+    Raises `HostsError` if the calls of the two processes differ, or if a call fails here.
     """
-    assert isinstance(peers, Follower), "process 0 leads"
+    assert isinstance(peers, Follower), "process 0 does not follow"
     outputs: collections.deque[Any] = collections.deque()
     try:
         for op, number, arrays in peers.calls():
             if op is Op.STEP:
-                if len(outputs) == UNDER_WAY:  # an error of the device comes up here
+                if len(outputs) == MAX_STEPS_IN_FLIGHT:  # raises the errors of the device
                     jax.block_until_ready(outputs.popleft())
                 outputs.append(runner.run_step(number, *arrays))
             elif op is Op.ADMIT:
@@ -40,22 +40,24 @@ def follow(runner: Any, peers: Peers) -> None:
     except HostsError:
         raise
     except Exception as error:
-        peers.watch.explain()
+        peers.monitor.wait_for_failure()
         raise HostsError(
             f"process {peers.process_id} failed in a call of process 0: {error}"
         ) from error
 
 
 def wait_for_process_0(process_id: int) -> None:
-    """On SIGTERM and Ctrl-C, which all processes of a job may get, go on until process 0 stops; on
-    the second one end at once."""
-    seen: list[int] = []
+    """Let this process outlive the first SIGTERM or SIGINT until process 0 stops.
+
+    A job's launcher may signal all processes at once. The second signal ends this one immediately.
+    """
+    received: list[int] = []
 
     def on_signal(number: int, frame: Any) -> None:
         name = signal.Signals(number).name
-        if seen:
+        if received:
             os._exit(128 + number)
-        seen.append(number)
+        received.append(number)
         text = f"jaxinfer: {name}: process {process_id} ends when process 0 does; again to end now"
         print(text, file=sys.stderr, flush=True)
 

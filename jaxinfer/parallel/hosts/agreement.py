@@ -1,4 +1,4 @@
-"""What processes have to have in common before they run one model together."""
+"""The checks that all processes are about to run the same model in the same way."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 
 def check_mesh(config: EngineConfig, peers: Peers) -> None:
-    """`ConfigError` for a mesh that leaves a process out, or that is not one engine's."""
+    """Raise `ConfigError` if the mesh leaves a process out or has replicas in several processes."""
     num_processes, mesh = peers.num_processes, config.mesh
     if num_processes == 1:
         return
     num_devices = jax.device_count()
     if mesh.data > 1:
         raise ConfigError(
-            f"mesh.data is {mesh.data}, over {num_processes} processes: replicas are of one "
-            "process. Run a server each, on hosts of its own, behind a balancer"
+            f"mesh.data is {mesh.data}, over {num_processes} processes: replicas run in one "
+            "process. Run one server per replica, on hosts of its own, behind a load balancer"
         )
     if mesh.num_devices != num_devices:
         sizes = spelled(mesh.sizes)
@@ -38,31 +38,37 @@ def check_mesh(config: EngineConfig, peers: Peers) -> None:
         )
 
 
-def agreed_plan(
+def agree_on_memory(
     plan: MemoryPlan,
     model: ShardedModel,
     weights: Weights,
     config: EngineConfig,
     max_model_len: int,
 ) -> MemoryPlan:
-    """`plan`, made for this process's devices, with the pages that every process has room for.
-    `HostsError` where the processes are not about to run the same."""
+    """Return `plan`, made for this process's devices, with the smallest page count of all.
+
+    Raises `HostsError` if the processes are not about to run the same model and options.
+    """
     num_processes = model.peers.num_processes
     if num_processes == 1:
         return plan
-    num_pages = model.peers.agree(facts_of(model, weights, config, max_model_len), plan.num_pages)
-    source = f"{plan.source}; the least of {num_processes} processes"
+    facts = collect_facts(model, weights, config, max_model_len)
+    num_pages = model.peers.agree_on_pages(facts, plan.num_pages)
+    source = f"{plan.source}; the smallest of {num_processes} processes"
     return dataclasses.replace(plan, num_pages=num_pages, source=source)
 
 
-def facts_of(
+def collect_facts(
     model: ShardedModel, weights: Weights, config: EngineConfig, max_model_len: int
 ) -> dict[str, str]:
-    """By name: the engine's options, the model's, and the shape and type of each parameter's
-    arrays: several of a quantized one."""
-    facts = {f"config.{name}": value for name, value in _flat(config)}
+    """Return, by name, what all processes must have in common.
+
+    These are the engine's options, the model's options, and the type and shape of each parameter
+    (of a quantized one, of all its arrays).
+    """
+    facts = {f"config.{name}": value for name, value in _flatten(config)}
     facts["model.family"] = model.model.family.name
-    facts |= {f"model.{name}": value for name, value in _flat(model.model.config)}
+    facts |= {f"model.{name}": value for name, value in _flatten(model.model.config)}
     facts["max_model_len"] = str(max_model_len)
     for spec, weight in zip(model.parameters, weights, strict=True):
         arrays = [f"{a.dtype} {list(a.shape)}" for a in jax.tree.leaves(weight)]
@@ -70,12 +76,12 @@ def facts_of(
     return facts
 
 
-def _flat(config: Any, prefix: str = "") -> list[tuple[str, str]]:
+def _flatten(config: Any, prefix: str = "") -> list[tuple[str, str]]:
     facts = []
     for field in dataclasses.fields(config):
         value, name = getattr(config, field.name), prefix + field.name
         if dataclasses.is_dataclass(value):
-            facts += _flat(value, f"{name}.")
+            facts += _flatten(value, f"{name}.")
         else:
             facts.append((name, repr(value)))
     return facts
