@@ -131,7 +131,7 @@ def _split_axes(family: Family, cases) -> list[str]:
 
 def run_tests(report: Path) -> None:
     """Run the families' tests, writing a JUnit report."""
-    command = [sys.executable, "-m", "pytest", "-q", *FILES]
+    command = [sys.executable, "-m", "pytest", "-q", "--matrix=all", *FILES]
     subprocess.run(
         [*command, "--require-parity", f"--junitxml={report}", "-o", "junit_family=xunit1"],
         cwd=ROOT,
