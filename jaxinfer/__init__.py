@@ -20,8 +20,7 @@ from jaxinfer.loading.checkpoint import CheckpointError
 from jaxinfer.options import ConfigError
 from jaxinfer.parallel.replicas import Replicas
 from jaxinfer.sampling.params import SamplingParams
-
-__version__ = "0.1.0"
+from jaxinfer.version import __version__
 
 __all__ = [
     "LLM",
@@ -40,5 +39,6 @@ __all__ = [
     "SchedulerConfig",
     "TokenLogprobs",
     "Update",
+    "__version__",
     "load_config",
 ]

@@ -14,7 +14,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxinfer.kernels.paged_attention.api import INVARIANT_TILE
+from jaxinfer.kernels.batch_invariance import INVARIANT_TILE
 from jaxinfer.options import (
     ConfigError,
     at_least,

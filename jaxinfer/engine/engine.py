@@ -30,6 +30,7 @@ from jaxinfer.engine.stats import EngineStats, StepStats
 from jaxinfer.execution.numerics import check_numerics, check_weights
 from jaxinfer.execution.runner import Runner
 from jaxinfer.execution.step import Admission, StepOutput
+from jaxinfer.loading.splitting import place_weights
 from jaxinfer.models.functional import FunctionalModel, Weights
 from jaxinfer.parallel.hosts import HostsError
 from jaxinfer.parallel.sharded_model import ShardedModel, sharded_for
@@ -83,7 +84,7 @@ class Engine:
         self.config = config = config or EngineConfig()
         if isinstance(model, FunctionalModel):
             sharded = sharded_for(model, config)
-            weights = sharded.place(weights)
+            weights = place_weights(sharded, weights)
         else:
             sharded, model = model, model.model
         check_numerics(config, model.numerics)
@@ -187,10 +188,9 @@ class Engine:
     ) -> list[Request]:
         """Queue a prompt; one request for each of `params.n` samples.
 
-        Output ends at `max_tokens` or where the context of `max_model_len` tokens is full.
-        Requests with
-        different `cache_salt` share no cached pages. Raises `InvalidRequestError`, and then nothing
-        has changed.
+        Output ends at `max_tokens` or where the context of `max_model_len` tokens is full. Requests
+        with different `cache_salt` share no cached pages. Raises `InvalidRequestError`, and
+        then nothing has changed.
         """
         params = params or SamplingParams()
         base_id = request_id if request_id is not None else new_id(self._num_added, self._requests)

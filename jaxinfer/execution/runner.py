@@ -21,12 +21,12 @@ from jaxinfer.config import EngineConfig
 from jaxinfer.engine.scheduler import Plan
 from jaxinfer.execution import state as engine_state
 from jaxinfer.execution import step
+from jaxinfer.execution.agreement import agree_on_memory
 from jaxinfer.execution.batch import StepShape, build, packed_size
 from jaxinfer.execution.compile import compile_program, compile_programs
 from jaxinfer.execution.memory import MemoryPlan, bytes_on_a_device, device_limit, plan_pages
 from jaxinfer.kernels.dispatch import platform
 from jaxinfer.models.functional import Weights
-from jaxinfer.parallel.hosts.agreement import agree_on_memory
 from jaxinfer.parallel.hosts.messages import Op
 from jaxinfer.parallel.sharded_model import ShardedModel
 

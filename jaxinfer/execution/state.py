@@ -15,6 +15,7 @@ from jaxinfer.execution.batch import StepShape
 from jaxinfer.kernels.kv_pages import KVPages
 from jaxinfer.models.functional import Weights
 from jaxinfer.nn.layers import Numerics
+from jaxinfer.parallel.mesh_options import page_part_size
 from jaxinfer.parallel.pipeline import InFlight, nothing_in_flight
 from jaxinfer.parallel.sharded_model import NOTHING, ShardedModel
 from jaxinfer.sampling.slots import SlotSampling, init_slots
@@ -74,7 +75,7 @@ class Program:
         self.sizes = sizes
         self.sample_tile = sample_tile
         layout = model.layout
-        self.cells = kv_cache.cells_of_part(sizes.page_size, layout)
+        self.cells = page_part_size(sizes.page_size, layout)
         kv_cache.check_layout(sizes.page_size, sizes.cache_dtype, layout.parts("cell"))
         self.page_bytes = kv_cache.page_bytes(
             model.cache, page_size=self.cells, dtype=sizes.cache_dtype

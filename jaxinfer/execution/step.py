@@ -18,12 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.execution import kv_cache
 from jaxinfer.execution.batch import ON_DEVICE, StepInputs, StepShape, unpack
 from jaxinfer.execution.state import EngineState, Program, initial_parts
 from jaxinfer.kernels.kv_pages import KVPages
 from jaxinfer.kernels.paged_attention.api import token_rows
 from jaxinfer.models.functional import Weights
+from jaxinfer.nn.ragged import RaggedBatch, StepRows, ragged_batch
 from jaxinfer.parallel import pipeline as micro_batch
 from jaxinfer.parallel.pipeline import InFlight, MicroBatch
 from jaxinfer.parallel.sharded_model import NOTHING, ShardedModel, unstacked
@@ -119,14 +119,11 @@ def _run_parts(
 
 def _ragged(
     batch: MicroBatch, *, T: int, program: Program, pages: tuple[KVPages, ...]
-) -> kv_cache.RaggedBatch:
-    return kv_cache.ragged_batch(
+) -> RaggedBatch:
+    rows = StepRows(batch.q_start, batch.kv_len, batch.page_table, batch.write_from, batch.rope_len)
+    return ragged_batch(
+        rows,
         T,
-        batch.q_start,
-        batch.kv_len,
-        batch.page_table,
-        batch.rope_len,
-        batch.write_from,
         page_size=program.cells,
         num_pages=pages[0].k.shape[0],
         layout=program.model.layout,

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from jaxinfer.loading.checkpoint import Checkpoint, CheckpointError, StoredTensor
 from jaxinfer.loading.load_report import LoadReport
@@ -22,9 +22,7 @@ from jaxinfer.models.functional import FunctionalModel, ParameterSpec, Weights
 from jaxinfer.models.hf_config import MAX_LAYERS
 from jaxinfer.nn.layers import Numerics
 from jaxinfer.nn.quantized import Quantized
-
-if TYPE_CHECKING:
-    from jaxinfer.parallel.sharded_model import ShardedModel
+from jaxinfer.parallel.sharded_model import ShardedModel
 
 # Parameters in flight: host memory peaks at this many of them besides the weights.
 NUM_THREADS = min(8, os.cpu_count() or 1)

@@ -26,8 +26,11 @@ from jaxinfer.loading.placement import (
     slice_values,
     tree_shardings,
 )
-from jaxinfer.loading.targets import LoadTarget
+from jaxinfer.loading.targets import LoadTarget, load_targets
+from jaxinfer.models.functional import Weights
 from jaxinfer.nn.quantized import Quantized, QuantPair, QuantWeight
+from jaxinfer.options import ConfigError
+from jaxinfer.parallel.sharded_model import ShardedModel
 
 MIN_GROUP = 16  # rows; with fewer, scales and zeros take as much as the values
 
@@ -124,6 +127,28 @@ def place_whole(target: LoadTarget, read: Callable[[int], Any]) -> Any:
         for array, leaf in zip(arrays, leaves, strict=True):
             array.put(index, leaf)
     return jax.tree.unflatten(structure[0], [array.joined() for array in arrays])
+
+
+def place_weights(model: ShardedModel, weights: Weights) -> Weights:
+    """Place the weights of `model.model`, whole in this process, on the model's mesh.
+
+    Raises `ConfigError` for a quantized parameter that the mesh cannot split.
+    """
+    if model.mesh is None:
+        return weights
+    by_path = {s.path: w for s, w in zip(model.model.parameters, weights, strict=True)}
+    placed = []
+    for target in load_targets(model):
+        read = lambda i, target=target: by_path[target.sources[i].path]
+        try:
+            placed.append(place_whole(target, read))
+        except UnpackableError as why:
+            raise ConfigError(
+                f"{target.spec.path} is quantized, and cannot be split over this mesh: {why}; load "
+                "the checkpoint for this mesh (load_weights of the ShardedModel dequantizes where "
+                "it has to)"
+            ) from why
+    return tuple(placed)
 
 
 class _DeviceSlices:

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinfer.models.functional import FunctionalModel, ParameterSpec
-
-if TYPE_CHECKING:
-    from jaxinfer.parallel.sharded_model import ShardedModel
+from jaxinfer.parallel.sharded_model import ShardedModel
 
 
 @dataclasses.dataclass(frozen=True)

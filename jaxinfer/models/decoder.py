@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxinfer.execution.kv_cache import CacheShape, RaggedBatch
 from jaxinfer.kernels.kv_pages import KVPages
 from jaxinfer.kernels.paged_attention.update import Rotary
 from jaxinfer.nn.attention import Attention, AttentionConfig, QKNorm
@@ -32,6 +31,7 @@ from jaxinfer.nn.checks import (
 from jaxinfer.nn.experts import Experts, ExpertsConfig
 from jaxinfer.nn.latent_attention import LatentAttention, LatentConfig
 from jaxinfer.nn.layers import Embedding, GatedMLP, Linear, Numerics, RMSNorm, tokenwise
+from jaxinfer.nn.ragged import CacheShape, RaggedBatch
 from jaxinfer.nn.rope import Rope
 
 

@@ -197,7 +197,7 @@ class Family:
     `restarts_at_limit`: what was computed of a sequence is computed anew, at its length then, when
     it passes the config's `length_limit`, as the reference's `generate` does for this family.
 
-    A decoder's config has `vocab_size`, `num_layers`, `max_len`, `cache` (`kv_cache.CacheShape`)
+    A decoder's config has `vocab_size`, `num_layers`, `max_len`, `cache` (`ragged.CacheShape`)
     and `length_limit` (`DecoderConfig`); its module is called and has `logits` as `Decoder` does.
     Where it has `has_position_table`, and that is true, there are no positions past `max_len`. An
     encoder's has `vocab_size`, `num_layers`, `model_dim` and `max_len`; it has no cache.

@@ -14,7 +14,6 @@ from typing import Literal
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxinfer.execution.kv_cache import CacheShape, RaggedBatch
 from jaxinfer.kernels.gated_mlp.activations import ACTIVATIONS
 from jaxinfer.kernels.kv_pages import KVPages
 from jaxinfer.models.decoder import head_logits, run_blocks
@@ -27,6 +26,7 @@ from jaxinfer.nn.checks import (
     wrong_rope_dims,
 )
 from jaxinfer.nn.layers import MLP, Embedding, LayerNorm, Linear, Numerics, parameter, tokenwise
+from jaxinfer.nn.ragged import CacheShape, RaggedBatch
 from jaxinfer.nn.rope import Rope
 
 

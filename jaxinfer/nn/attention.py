@@ -12,11 +12,11 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxinfer.execution.kv_cache import RaggedBatch
 from jaxinfer.kernels.kv_pages import KVPages
 from jaxinfer.kernels.paged_attention.update import Rotary
 from jaxinfer.nn.cached_attention import attend_to_cache
 from jaxinfer.nn.layers import Linear, Numerics, RMSNorm, parameter
+from jaxinfer.nn.ragged import RaggedBatch
 from jaxinfer.sharding.collectives import own_part
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from jaxinfer.execution.kv_cache import RaggedBatch
 from jaxinfer.kernels.kv_pages import KVPages
 from jaxinfer.kernels.paged_attention.update import Rotary, update_and_attend
 from jaxinfer.nn.layers import Numerics
+from jaxinfer.nn.ragged import RaggedBatch
 from jaxinfer.sharding.sequence import attend_to_parts
 
 
@@ -29,7 +29,7 @@ def attend_to_cache(
     variant["backend"] = numerics.attention_backend
     if numerics.layout.axes("cell"):
         return attend_to_parts(
-            q, k, v, pages, batch.rows, batch.split, (batch.write_page, batch.write_cell),
+            q, k, v, pages, batch.rows, batch.split, (batch.write_page, batch.write_offset),
             numerics.layout, rotary=rotary, **variant,
         )  # fmt: skip
     return update_and_attend(
@@ -41,7 +41,7 @@ def attend_to_cache(
         batch.kv_len,
         batch.page_table,
         batch.write_page,
-        batch.write_cell,
+        batch.write_offset,
         rotary=rotary,
         batch_invariant=numerics.batch_invariant,
         **variant,

@@ -25,13 +25,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxinfer.execution.kv_cache import RaggedBatch
 from jaxinfer.kernels.kv_pages import KVPages
 from jaxinfer.kernels.paged_attention.update import Rotary
 from jaxinfer.kernels.rotary import rotate
 from jaxinfer.nn.cached_attention import attend_to_cache
 from jaxinfer.nn.checks import not_whole, refuse_wrong
 from jaxinfer.nn.layers import Linear, Numerics, RMSNorm, parameter
+from jaxinfer.nn.ragged import RaggedBatch
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,10 +21,10 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxinfer.kernels.add_norm import add_layer_norm, add_rms_norm
+from jaxinfer.kernels.batch_invariance import INVARIANT_TILE
 from jaxinfer.kernels.dispatch import platform
 from jaxinfer.kernels.gated_mlp import gated_mlp
 from jaxinfer.kernels.gated_mlp.activations import ACTIVATIONS
-from jaxinfer.kernels.paged_attention.api import INVARIANT_TILE
 from jaxinfer.kernels.quantized_matmul import QuantArray, dequantize
 from jaxinfer.nn.quantized import (
     QuantPair,

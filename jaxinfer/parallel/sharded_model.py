@@ -21,16 +21,18 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxinfer.config import EngineConfig, MeshConfig
-from jaxinfer.execution.kv_cache import CacheShape, cells_of_part
-from jaxinfer.loading.splitting import UnpackableError, place_whole
-from jaxinfer.loading.targets import load_targets
+from jaxinfer.config import EngineConfig
 from jaxinfer.models.functional import FunctionalModel, ParameterSpec, Weights
+from jaxinfer.nn.ragged import CacheShape
 from jaxinfer.options import ConfigError
-from jaxinfer.parallel.hosts.agreement import check_mesh
 from jaxinfer.parallel.hosts.peers import ALONE, Peers
+from jaxinfer.parallel.mesh_options import (
+    check_overlap,
+    check_processes,
+    layout_of,
+    page_part_size,
+)
 from jaxinfer.sharding.mesh import MeshError, device_groups, divisors, would_do
-from jaxinfer.sharding.products import least_overlapped
 from jaxinfer.sharding.rules import ONE_DEVICE, Layout
 
 BLOCKS = "blocks"
@@ -44,17 +46,6 @@ class Source(NamedTuple):
     paths: tuple[str, ...]
     is_stacked: bool
     num_kv_heads: int | None  # None: it has none, or as many as the model
-
-
-def layout_of(mesh: MeshConfig) -> Layout:
-    """`MeshError` for options that do not go together, also where there is nothing to split."""
-    layout = Layout.of(
-        mesh.sizes,
-        whole=frozenset(mesh.whole),
-        all_reduce=mesh.all_reduce,
-        overlaps=mesh.overlap,
-    )
-    return ONE_DEVICE if layout.num_devices == 1 else layout
 
 
 class ShardedModel:
@@ -106,23 +97,6 @@ class ShardedModel:
         axes = (self.layout.axes("stage"), heads, self.layout.axes("cell"))
         split = tuple(axis or None for axis in axes)
         return PartitionSpec(*split, None), PartitionSpec(*split)
-
-    def place(self, weights: Weights) -> Weights:
-        """The weights of `model`, whole on this process, as they lie on the mesh."""
-        if self.mesh is None:
-            return weights
-        by_path = {s.path: w for s, w in zip(self.model.parameters, weights, strict=True)}
-        placed = []
-        for target in load_targets(self):
-            of_source = lambda i, target=target: by_path[target.sources[i].path]
-            try:
-                placed.append(place_whole(target, of_source))
-            except UnpackableError as why:
-                raise ConfigError(
-                    f"{target.spec.path} is quantized, and cannot be on this mesh: {why}; load its "
-                    "numbers (load_weights of the ShardedModel dequantizes what it has to)"
-                ) from why
-        return tuple(placed)
 
     def _local(self) -> FunctionalModel:
         model, layout, S = self.model, self.layout, self.num_stages
@@ -234,10 +208,10 @@ def sharded_replicas(
 ) -> list[ShardedModel]:
     """`model` for each of `config.mesh.data` engines, on devices of its own; over many hosts there
     is one, on all devices."""
-    check_mesh(config, peers)
+    check_processes(config, peers)
     try:
         layout = layout_of(config.mesh)
-        cells_of_part(config.cache.page_size, layout)
+        page_part_size(config.cache.page_size, layout)
         check_overlap(config, layout)
         if config.mesh.num_devices == 1:
             return [ShardedModel(model, layout)]
@@ -245,26 +219,6 @@ def sharded_replicas(
         return [ShardedModel(model, layout, mesh, peers) for mesh in meshes]
     except MeshError as error:
         raise ConfigError(str(error)) from error
-
-
-def check_overlap(config: EngineConfig, layout: Layout) -> None:
-    """`MeshError` where even the largest step would have nothing to overlap."""
-    largest, n = config.buckets[-1], layout.parts("ffn")
-    is_array = config.quantize is None
-    least = least_overlapped(n, is_array=is_array, in_order=config.batch_invariant)
-    if not layout.overlaps or largest >= least:
-        return
-    which = "on a GPU" if is_array else f"of {config.quantize} weights"
-    how, way = (
-        f"only in steps of {least:g} tokens",
-        f"set scheduler.max_num_batched_tokens to {least:g}",
-    )
-    if least == math.inf:
-        how, way = "never with batch_invariant", "leave that out"
-    raise MeshError(
-        f"mesh.overlap is true, but products {which} are made in parts {how} over {n} devices, and "
-        f"the largest step has {largest}: {way}, or leave mesh.overlap out"
-    )
 
 
 def unstacked(weights: Sequence[Any], model: ShardedModel) -> Weights:

@@ -42,6 +42,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.kernels.attention_variant import check_variant
+from jaxinfer.kernels.batch_invariance import INVARIANT_TILE
 from jaxinfer.kernels.dispatch import dispatch
 from jaxinfer.kernels.folding import fold_of, unfolding
 from jaxinfer.kernels.kv_pages import KVPages, is_quantized
@@ -61,8 +62,6 @@ BACKENDS = {
 # as a row of its own, up to so many tokens: each then reads its pages by itself.
 OF_PARTS = ("reference", "xla")
 MAX_ROWS_OF_PARTS = 256
-
-INVARIANT_TILE = 16  # tokens computed together in batch-invariant mode
 
 
 def paged_attention(

@@ -17,7 +17,8 @@ from jaxinfer.engine.policies import POLICIES
 from jaxinfer.engine.request import FinishReason, Request
 from jaxinfer.engine.scheduler import PageEntry, Plan, Row, Scheduler
 from jaxinfer.execution.batch import ON_DEVICE, StepInputs, StepShape, build, packed_size, unpack
-from jaxinfer.execution.kv_cache import CacheShape, allocate, page_bytes, ragged_batch
+from jaxinfer.execution.kv_cache import allocate, page_bytes
+from jaxinfer.nn.ragged import CacheShape, StepRows, ragged_batch
 from jaxinfer.sampling.params import SamplingParams
 
 NUM_SLOTS = 8
@@ -153,19 +154,15 @@ def test_the_device_derives_positions_and_cells_from_the_rows():
     q_len, kv_len, write_from = [1, 6, 0], [9, 8, 0], [8, 4, 0]
     table = np.array([[3, 1, 7], [5, 0, 9], [2, 2, 2]], np.int32)
     prompt_len = [5, 30, 0]
-    batch = ragged_batch(
-        T,
-        jnp.asarray([0, 1, 7, 7], jnp.int32),
-        *(jnp.asarray(x, jnp.int32) for x in (kv_len, table, prompt_len, write_from)),
-        page_size=B,
-        num_pages=num_pages,
-    )
+    fields = ([0, 1, 7, 7], kv_len, table, write_from, prompt_len)
+    rows = StepRows(*(jnp.asarray(x, jnp.int32) for x in fields))
+    batch = ragged_batch(rows, T, page_size=B, num_pages=num_pages)
     expected = []
     for r in range(3):
         for position in range(kv_len[r] - q_len[r], kv_len[r]):
             page = table[r, position // B] if position >= write_from[r] else num_pages
             expected.append((position, page, position % B, max(prompt_len[r], position + 1)))
-    found = (batch.positions, batch.write_page, batch.write_cell, batch.rope_len)
+    found = (batch.positions, batch.write_page, batch.write_offset, batch.rope_len)
     assert np.stack(found, axis=1)[:7].tolist() == [list(map(int, row)) for row in expected]
     assert (np.asarray(batch.write_page)[7:] >= num_pages).all(), "padding is not stored"
 

@@ -10,6 +10,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from jaxinfer import SamplingParams
 from jaxinfer.execution import kv_cache
 from jaxinfer.kernels.folding import fold_of, rows_and_lanes
+from jaxinfer.nn.ragged import CacheShape
 from jaxinfer.options import ConfigError
 from tests.support import running
 
@@ -30,9 +31,7 @@ def test_pages_are_folded_for_a_tpu_alone():
     with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
         assert kv_cache.page_layout(64, 64) == (32, 128)
         assert kv_cache.page_layout(64, 128) == (64, 128)
-        padded = kv_cache.page_bytes(
-            kv_cache.CacheShape(1, 1, 96), page_size=64, dtype=jnp.dtype("float32")
-        )
+        padded = kv_cache.page_bytes(CacheShape(1, 1, 96), page_size=64, dtype=jnp.dtype("float32"))
         assert padded == 2 * 64 * 128 * 4, "padding counts"
     assert plain == (64, 64)
 

@@ -21,6 +21,7 @@ from jaxinfer.kernels.paged_attention import paged_attention
 from jaxinfer.kernels.paged_attention.update import update_and_attend
 from jaxinfer.kernels.rope_and_write import rope_and_write, tpu
 from jaxinfer.nn.latent_attention import LatentConfig
+from jaxinfer.nn.ragged import CacheShape
 from tests.support.attention_cases import TOLERANCE, Case, Shape, assert_close, make_case, oracle
 
 pytestmark = pytest.mark.conformance
@@ -203,7 +204,7 @@ def test_a_write_of_latents_is_in_place_under_donation():
 
 @pytest.mark.parametrize(("dtype", "of_token"), [("bfloat16", 1152), ("int8", 576 + 4)])
 def test_a_page_takes_the_bytes_of_its_latents(dtype, of_token):
-    cache = kv_cache.CacheShape(61, 1, 576, 512)
+    cache = CacheShape(61, 1, 576, 512)
     size = {"page_size": 128, "dtype": jnp.dtype(dtype)}
     assert kv_cache.page_bytes(cache, **size) == 61 * 128 * of_token
     [pages] = kv_cache.allocate(cache._replace(num_layers=1), num_pages=3, **size)

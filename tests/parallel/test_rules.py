@@ -12,7 +12,8 @@ from jaxinfer.models import HF_FAMILIES
 from jaxinfer.models.functional import FunctionalModel
 from jaxinfer.nn.layers import Numerics
 from jaxinfer.options import ConfigError
-from jaxinfer.parallel.sharded_model import ShardedModel, check_overlap, layout_of, sharded_for
+from jaxinfer.parallel.mesh_options import check_overlap, layout_of
+from jaxinfer.parallel.sharded_model import ShardedModel, sharded_for
 from jaxinfer.sharding import products
 from jaxinfer.sharding.mesh import STEP_AXES, MeshError, device_groups, divisors
 from jaxinfer.sharding.rules import ONE_DEVICE, Layout

@@ -9,8 +9,8 @@ import pytest
 
 from jaxinfer import EngineConfig
 from jaxinfer.config import MeshConfig, SchedulerConfig
-from jaxinfer.execution import kv_cache
 from jaxinfer.options import ConfigError
+from jaxinfer.parallel.mesh_options import page_part_size
 from jaxinfer.sharding.rules import Layout
 from tests.support.child_process import findings
 from tests.support.paths import SUPPORT
@@ -45,9 +45,9 @@ def test_a_prompt_of_eight_pools_runs_on_eight_devices(found):
 
 
 def test_a_page_that_does_not_divide_is_refused():
-    assert kv_cache.cells_of_part(64, Layout.of({"seq": 8})) == 8
+    assert page_part_size(64, Layout.of({"seq": 8})) == 8
     with pytest.raises(ConfigError, match=r"page_size is 12, which mesh\.seq 8 does not .* of 8"):
-        kv_cache.cells_of_part(12, Layout.of({"seq": 8}))
+        page_part_size(12, Layout.of({"seq": 8}))
 
 
 def test_what_a_split_sequence_cannot_keep_is_refused():

@@ -1,6 +1,6 @@
-"""The house rules, by syntax tree: who may import whom, where jit belongs, how long a file may be.
+"""The rules of the source: what may be imported, where jit belongs, how long a file may be.
 
-`kernels`, `sharding` <- `jaxinfer` <- `serving` <- `scripts`; tests may import all.
+The order of the rooms is in `test_room_order.py`.
 """
 
 from __future__ import annotations
@@ -8,24 +8,12 @@ from __future__ import annotations
 import ast
 import sys
 import tomllib
-from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 from tests.support.paths import ROOT
-
-# Folder -> the name its modules are imported by; scripts and tests are run, not imported.
-PACKAGES = {
-    "jaxinfer": "jaxinfer",
-    "kernels": "jaxinfer.kernels",
-    "sharding": "jaxinfer.sharding",
-    "serving": "jaxinfer.serving",
-    "configs": "jaxinfer.configs",
-}
-FOLDERS = (*PACKAGES, "scripts", "tests")
+from tests.support.sources import FOLDERS, PACKAGES, Imported, imports, label, sources, tree, uses
 
 # Integers and text only: these are tested, and understood, without arrays.
 ARRAY_FREE = (
@@ -61,63 +49,14 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 
 
-class Imported(NamedTuple):
-    """`import module` or `from module import name`."""
-
-    module: str
-    name: str | None
-    line: int
-
-    def is_below(self, *packages: str) -> bool:
-        full = self.module if self.name is None else f"{self.module}.{self.name}"
-        return any(
-            target == package or target.startswith(package + ".")
-            for package in packages
-            for target in (self.module, full)
-        )
-
-
-def sources(*folders: str) -> list[Path]:
-    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
-
-
-def label(path: Path) -> str:
-    return path.relative_to(ROOT).as_posix()
-
-
-@cache
-def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), str(path))
-
-
-def imports(path: Path) -> Iterator[Imported]:
-    """Everything a file imports, wherever in it."""
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield Imported(alias.name, None, node.lineno)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{label(path)}:{node.lineno} imports relatively"
-            for alias in node.names:
-                yield Imported(node.module or "", alias.name, node.lineno)
-
-
-def uses(path: Path, *dotted: str) -> list[str]:
-    """Lines where `module.name` is named, or imported by `from module import name`."""
-    found = []
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.Attribute) and ast.unparse(node) in dotted:
-            found.append(f"{label(path)}:{node.lineno}")
-    for imported in imports(path):
-        if f"{imported.module}.{imported.name}" in dotted:
-            found.append(f"{label(path)}:{imported.line}")
-    return found
-
-
 def offenders(folders: tuple[str, ...], is_wrong) -> list[str]:
+    return wrong_imports(sources(*folders), is_wrong)
+
+
+def wrong_imports(paths: list[Path], is_wrong) -> list[str]:
     return [
         f"{label(path)}:{imported.line} imports {imported.module} ({imported.name})"
-        for path in sources(*folders)
+        for path in paths
         for imported in imports(path)
         if is_wrong(imported)
     ]
@@ -142,20 +81,9 @@ def test_the_packages_map_their_folders():
     assert set(setup["packages"]) == expected, "every package is in the wheel"
 
 
-def test_kernels_and_sharding_know_nothing_above_them():
-    def is_wrong(imported: Imported) -> bool:
-        return imported.is_below("jaxinfer") and not imported.is_below(
-            "jaxinfer.kernels", "jaxinfer.sharding"
-        )
-
-    assert not offenders(("kernels", "sharding"), is_wrong)
-
-
-def test_the_engine_knows_no_server_script_or_test():
-    above = ("jaxinfer.serving", "serving", "scripts", "tests", "pytest", "hypothesis")
-    assert not offenders(
-        ("jaxinfer", "kernels", "sharding"), lambda imported: imported.is_below(*above)
-    )
+def test_the_product_imports_no_script_or_test():
+    above = ("scripts", "tests", "pytest", "hypothesis")
+    assert not offenders(tuple(PACKAGES), lambda imported: imported.is_below(*above))
 
 
 def test_serving_sees_the_engine_by_its_surface_alone():
@@ -190,6 +118,12 @@ def test_the_packed_batch_is_built_without_jax():
     )
 
 
+def runtime_sources() -> list[Path]:
+    """The product without its tools and its command, which run on a developer's machine too."""
+    apart = ("jaxinfer/tools/", "jaxinfer/cli/")
+    return [path for path in sources(*PACKAGES) if not label(path).startswith(apart)]
+
+
 def test_the_product_imports_what_it_declares():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
@@ -215,17 +149,15 @@ def test_the_product_imports_what_it_declares():
         is_known = top in sys.stdlib_module_names or top == "jaxinfer"
         return not is_known and renamed.get(top, top) not in names
 
-    assert not offenders(("jaxinfer", "kernels", "sharding", "serving"), is_wrong)
+    assert not wrong_imports(runtime_sources(), is_wrong)
 
 
 def test_nothing_is_unpickled():
     loaders = ("pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "torch")
-    assert not offenders(
-        ("jaxinfer", "kernels", "sharding", "serving"), lambda i: i.is_below(*loaders)
-    )
+    assert not wrong_imports(runtime_sources(), lambda i: i.is_below(*loaders))
     assert not [
         use
-        for path in sources("jaxinfer", "kernels", "sharding", "serving")
+        for path in sources(*PACKAGES)
         for use in uses(path, "np.load", "numpy.load", "numpy.fromfile")
     ]
 
@@ -233,7 +165,7 @@ def test_nothing_is_unpickled():
 def test_the_environment_is_read_in_one_place():
     readers = {
         use.partition(":")[0]
-        for path in sources("jaxinfer", "kernels", "sharding", "serving")
+        for path in runtime_sources()
         for use in uses(path, "os.environ", "os.getenv", "os.putenv", "os.environb")
     }
     assert readers <= {"jaxinfer/environment.py"}
@@ -242,7 +174,8 @@ def test_the_environment_is_read_in_one_place():
 def test_programs_are_made_in_the_step_alone():
     users = {
         use.partition(":")[0]
-        for path in sources("jaxinfer")
+        for path in runtime_sources()
+        if label(path).startswith("jaxinfer/")
         for use in uses(
             path, "jax.jit", "nnx.jit", "flax.nnx.jit", "jax.pmap", "jax.experimental.pjit"
         )
@@ -260,7 +193,7 @@ def test_programs_are_made_in_the_step_alone():
 
 
 def test_jit_is_applied_once_a_program_and_at_module_level():
-    for path in sources("jaxinfer", "kernels", "sharding", "serving"):
+    for path in runtime_sources():
         inside = [
             f"{label(path)}:{node.lineno}"
             for function in ast.walk(tree(path))
@@ -320,5 +253,5 @@ def test_the_check_itself_sees_offences(tmp_path):
     )
     found = list(imports(path))
     assert found[1] == Imported("jax", "jit", 2)
-    assert found[2].is_below("jaxinfer.engine.engine") and found[2].is_below("jaxinfer")
+    assert found[2].is_below("jaxinfer.engine") and found[2].is_below("jaxinfer")
     assert not found[2].is_below("jaxinfer.eng")

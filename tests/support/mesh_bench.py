@@ -10,6 +10,7 @@ from typing import Any
 from jaxinfer import EngineConfig, SamplingParams
 from jaxinfer.config import from_mapping
 from jaxinfer.loading.random import random_weights
+from jaxinfer.loading.splitting import place_weights
 from jaxinfer.models import HF_FAMILIES
 from jaxinfer.models.functional import FunctionalModel
 from jaxinfer.nn.layers import Numerics
@@ -144,7 +145,7 @@ def served(engine: Any, work: list[tuple[list[int], SamplingParams]]) -> list[An
 
 def engine_for(model: FunctionalModel, weights: Any, config: EngineConfig) -> Any:
     models = sharded_replicas(model, config)
-    return engine_over(models, models[0].place(weights), config)
+    return engine_over(models, place_weights(models[0], weights), config)
 
 
 def weights_of(model: FunctionalModel) -> Any:

@@ -20,6 +20,7 @@ from jaxinfer.loading import open_checkpoint
 from jaxinfer.loading.assign import functional_model, load_weights
 from jaxinfer.models.functional import FunctionalModel, Weights
 from jaxinfer.nn.layers import Numerics
+from jaxinfer.nn.ragged import StepRows, ragged_batch
 from jaxinfer.options import merge
 from tests.support.tiny_checkpoints import write_checkpoint
 
@@ -46,16 +47,14 @@ def _all_logits(weights, token_ids, prompt_len, *, model):
     pages = kv_cache.allocate(
         model.config.cache, num_pages=num_pages, page_size=PAGE_SIZE, dtype=model.numerics.dtype
     )
-    batch = kv_cache.ragged_batch(
-        T,
+    rows = StepRows(
         jnp.asarray([0, T], jnp.int32),
-        jnp.asarray([T], jnp.int32),
-        jnp.arange(num_pages, dtype=jnp.int32)[None],
-        prompt_len[None],
-        jnp.zeros(1, jnp.int32),
-        page_size=PAGE_SIZE,
-        num_pages=num_pages,
+        kv_len=jnp.asarray([T], jnp.int32),
+        page_table=jnp.arange(num_pages, dtype=jnp.int32)[None],
+        write_from=jnp.zeros(1, jnp.int32),
+        min_rope_len=prompt_len[None],
     )
+    batch = ragged_batch(rows, T, page_size=PAGE_SIZE, num_pages=num_pages)
     decoder = model.merge(weights)
     hidden, _ = decoder(token_ids, batch, pages)
     return decoder.logits(hidden)

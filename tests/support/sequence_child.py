@@ -13,11 +13,11 @@ import numpy as np
 
 jax.config.update("jax_num_cpu_devices", 8)
 
-from jaxinfer.execution import kv_cache  # noqa: E402
 from jaxinfer.kernels.kv_pages import KVPages  # noqa: E402
 from jaxinfer.nn.attention import Attention, AttentionConfig  # noqa: E402
 from jaxinfer.nn.cached_attention import attend_to_cache  # noqa: E402
 from jaxinfer.nn.layers import Numerics  # noqa: E402
+from jaxinfer.nn.ragged import StepRows, ragged_batch  # noqa: E402
 from jaxinfer.sharding import zigzag  # noqa: E402
 from jaxinfer.sharding.mesh import device_groups  # noqa: E402
 from jaxinfer.sharding.rules import ONE_DEVICE, Layout  # noqa: E402
@@ -77,11 +77,8 @@ def run(count: int, rows, *, together: bool, dtype="float32", **variant) -> list
     numerics = Numerics(layout=layout)
 
     def step(q, k, v, angles, pages, arrays):
-        batch = kv_cache.ragged_batch(
-            T, jnp.asarray(q_start), jnp.asarray(kv_len), jnp.asarray(table),
-            jnp.asarray(kv_len), jnp.asarray(write_from),
-            page_size=B // count, num_pages=NUM_PAGES, layout=layout,
-        )  # fmt: skip
+        rows = StepRows(*map(jnp.asarray, (q_start, kv_len, table, write_from, kv_len)))
+        batch = ragged_batch(rows, T, page_size=B // count, num_pages=NUM_PAGES, layout=layout)
         own = batch.split.own
         rotary = None if angles is None else (jnp.cos(own(angles)), jnp.sin(own(angles)))
         out, pages = attend_to_cache(
@@ -133,11 +130,9 @@ def temporaries(count: int, tokens: int) -> int:
     num_pages = T // page
 
     def layer(x, pages):
-        zero = jnp.zeros(1, jnp.int32)
-        batch = kv_cache.ragged_batch(
-            T, jnp.array([0, T]), jnp.array([T]), jnp.arange(num_pages)[None],
-            jnp.array([T]), zero, page_size=page // count, num_pages=num_pages, layout=layout,
-        )  # fmt: skip
+        table, lengths = jnp.arange(num_pages)[None], jnp.array([T])
+        rows = StepRows(jnp.array([0, T]), lengths, table, jnp.zeros(1, jnp.int32), lengths)
+        batch = ragged_batch(rows, T, page_size=page // count, num_pages=num_pages, layout=layout)
         out, pages = attention.attend(*attention.project_in(x), None, batch, pages)
         return x + attention.project_out(out), pages
 

@@ -36,6 +36,7 @@ from jaxinfer.loading.placement import Piece, place, read_slices  # noqa: E402
 from jaxinfer.loading.quantized.gguf_blocks import read_blocks  # noqa: E402
 from jaxinfer.loading.random import random_weights  # noqa: E402
 from jaxinfer.loading.safetensors_header import read_safetensors  # noqa: E402
+from jaxinfer.loading.splitting import place_weights  # noqa: E402
 from jaxinfer.loading.targets import HeadRepeats, LoadTarget  # noqa: E402
 from jaxinfer.models import HF_FAMILIES  # noqa: E402
 from jaxinfer.models.functional import FunctionalModel, ParameterSpec  # noqa: E402
@@ -214,7 +215,7 @@ def loaded(family: str) -> dict[str, Any]:
         whole = load_weights(checkpoint, model, **options)
         for name, on_mesh in models.items():
             weights = load_weights(checkpoint, on_mesh, **options)
-            same = on_mesh.place(whole)
+            same = place_weights(on_mesh, whole)
             found[f"{name} {how}"] = {
                 "wrong": wrong_parts(on_mesh, weights, whole),
                 "placed": wrong_parts(on_mesh, same, whole),

@@ -11,11 +11,11 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-import jaxinfer
 from jaxinfer.parallel.hosts.channel import HostsError, Link, LinkMonitor
 from jaxinfer.parallel.hosts.config import HostsConfig
 from jaxinfer.parallel.hosts.handshake import ProcessInfo, accept_all, connect, listen
 from jaxinfer.parallel.hosts.peers import ALONE, Follower, Leader, Peers
+from jaxinfer.version import __version__
 
 # jax's own service also notices a lost process; it must do so later than the channel, because it
 # ends this process with pages of stack traces.
@@ -103,7 +103,7 @@ def _join_channel(
     listener: socket.socket | None = None,
 ) -> Peers:
     facts = {
-        "jaxinfer": jaxinfer.__version__,
+        "jaxinfer": __version__,
         "jax": jax.__version__,
         "jaxlib": metadata.version("jaxlib"),
         # A process derives its heartbeat interval from its own timeout.

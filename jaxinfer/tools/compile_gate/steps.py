@@ -17,7 +17,8 @@ from jaxinfer.execution.memory import MemoryPlan, bytes_on_a_device, plan_pages
 from jaxinfer.execution.numerics import numerics_for
 from jaxinfer.execution.state import Program, StateSizes
 from jaxinfer.models.functional import FunctionalModel
-from jaxinfer.parallel.sharded_model import ShardedModel, layout_of
+from jaxinfer.parallel.mesh_options import layout_of
+from jaxinfer.parallel.sharded_model import ShardedModel
 from jaxinfer.sharding.mesh import device_groups
 from jaxinfer.tools.compile_gate.collectives import (
     collectives,

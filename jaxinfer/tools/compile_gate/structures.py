@@ -20,6 +20,7 @@ from jaxinfer.execution.compile import compiler_options
 from jaxinfer.models import HF_FAMILIES
 from jaxinfer.models.functional import FunctionalModel
 from jaxinfer.nn.layers import Numerics
+from jaxinfer.nn.ragged import StepRows, ragged_batch
 from jaxinfer.tools.compile_gate.target import Chip
 from jaxinfer.tools.compile_gate.text import launches, parse
 
@@ -31,16 +32,8 @@ PAGE_SIZE, NUM_PAGES, TABLE_WIDTH = 64, 64, 16
 @partial(jax.jit, static_argnames=("model",), donate_argnames=("pages",))
 def forward(weights, pages, token_ids, q_start, kv_len, page_table, *, model):
     """Logits of the rows' last tokens, and the pages."""
-    batch = kv_cache.ragged_batch(
-        NUM_TOKENS,
-        q_start,
-        kv_len,
-        page_table,
-        kv_len,
-        jnp.zeros_like(kv_len),
-        page_size=PAGE_SIZE,
-        num_pages=NUM_PAGES,
-    )
+    rows = StepRows(q_start, kv_len, page_table, jnp.zeros_like(kv_len), min_rope_len=kv_len)
+    batch = ragged_batch(rows, NUM_TOKENS, page_size=PAGE_SIZE, num_pages=NUM_PAGES)
     decoder = model.merge(weights)
     hidden, pages = decoder(token_ids, batch, pages)
     return decoder.logits(hidden[jnp.maximum(q_start[1:] - 1, 0)]), pages

@@ -12,7 +12,7 @@ import jax
 from jaxinfer.config import EngineConfig
 from jaxinfer.execution.memory import MemoryPlan
 from jaxinfer.options import ConfigError
-from jaxinfer.parallel.sharded_model import check_overlap, layout_of
+from jaxinfer.parallel.mesh_options import check_overlap, layout_of
 from jaxinfer.tools.compile_gate.collectives import collectives, find
 from jaxinfer.tools.compile_gate.steps import (
     DEEP,

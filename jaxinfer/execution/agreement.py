@@ -3,39 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.execution.memory import MemoryPlan
 from jaxinfer.models.functional import Weights
-from jaxinfer.options import ConfigError
-from jaxinfer.parallel.hosts.peers import Peers
-from jaxinfer.sharding.mesh import spelled
-
-if TYPE_CHECKING:
-    from jaxinfer.parallel.sharded_model import ShardedModel
-
-
-def check_mesh(config: EngineConfig, peers: Peers) -> None:
-    """Raise `ConfigError` if the mesh leaves a process out or has replicas in several processes."""
-    num_processes, mesh = peers.num_processes, config.mesh
-    if num_processes == 1:
-        return
-    num_devices = jax.device_count()
-    if mesh.data > 1:
-        raise ConfigError(
-            f"mesh.data is {mesh.data}, over {num_processes} processes: replicas run in one "
-            "process. Run one server per replica, on hosts of its own, behind a load balancer"
-        )
-    if mesh.num_devices != num_devices:
-        sizes = spelled(mesh.sizes)
-        raise ConfigError(
-            f"the mesh has {mesh.num_devices} devices ({sizes or 'every axis 1'}), but the "
-            f"{num_processes} processes have {num_devices} together: set mesh.tensor, mesh.expert, "
-            f"mesh.pipe and mesh.seq so that their product is {num_devices}"
-        )
+from jaxinfer.parallel.sharded_model import ShardedModel
 
 
 def agree_on_memory(
