@@ -3,7 +3,8 @@
 # make test-all       the same with every case of every matrix
 # make serve          the demo model behind HTTP on port 8000 and gRPC on 9000, with a page to talk to
 # make compile-check  every kernel and preset, by the real TPU and GPU compilers, on this CPU
-#                     (COMPILE_ARGS="--targets=h100 --kernels=add_norm --presets=none" for a part)
+#                     (COMPILE_ARGS="--targets=h100 --kernels=add_norm --presets=none" for a part,
+#                     COMPILE_ARGS=--changed for what changed; compile-check-ci: as CI does)
 # make bench          the offline benchmark, beside Hugging Face transformers
 #
 # All set-up is done here: a virtual environment, the install, the demo model. Needs python3 (3.11 or
@@ -28,7 +29,7 @@ CONSTRAINTS ?= $(wildcard constraints/py$(VERSION).txt)
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
 
-.PHONY: run serve print-prompt test test-all lint compile-check bench references clean
+.PHONY: run serve print-prompt test test-all lint compile-check compile-check-ci bench references clean
 
 run: $(VENV)/.run
 	@$(VENV)/bin/jaxinfer generate --model=demo --config=demo --apply_chat_template \
@@ -61,6 +62,11 @@ lint: $(VENV)/.dev
 # In an environment of its own: with the CUDA plugin installed, a plain `import jax` complains.
 compile-check: $(VENV)-compile/.done
 	@$(VENV)-compile/bin/jaxinfer compile-check $(COMPILE_ARGS)
+
+# What changed since the ledger was written, and of the rest a sample that differs by commit.
+compile-check-ci: $(VENV)-compile/.done
+	@$(VENV)-compile/bin/jaxinfer compile-check --ledger \
+	    --sample=$(shell git rev-parse HEAD) $(COMPILE_ARGS)
 
 bench: $(VENV)/.parity
 	@$(VENV)/bin/jaxinfer bench offline

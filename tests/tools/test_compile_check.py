@@ -129,7 +129,7 @@ def test_jobs_are_the_cases_on_the_chips_that_their_backends_are_for_and_steps_c
 def test_a_broken_module_of_cases_is_named_and_fails_the_gate(tmp_path, monkeypatch, text, reason):
     (tmp_path / "broken_op.py").write_text(text)
     monkeypatch.setattr(kernel_cases, "__path__", [*kernel_cases.__path__, str(tmp_path)])
-    monkeypatch.delitem(sys.modules, "kernel_cases.broken_op", raising=False)
+    monkeypatch.delitem(sys.modules, f"{kernel_cases.__name__}.broken_op", raising=False)
     importlib.invalidate_caches()
     assert "broken_op" in kernel_cases.operators()
     cases, broken = kernel_cases.load_all(["broken_op", "paged_attention"])

@@ -367,7 +367,7 @@ def test_it_rehearses_on_a_cpu(tmp_path):
     assert " %" not in done.stdout, "a share of what a CPU gives"
 
 
-def test_the_commands_of_the_documents_have_the_options_they_use():
+def test_documented_commands_have_the_options_they_use():
     text = (ROOT / "docs" / "kernels.md").read_text("utf-8")
     pattern = r"^ +(?:make|jaxinfer) (compile-check|tune|doctor)\b(.*)$"
     commands = re.findall(pattern, text, re.M)

@@ -65,7 +65,7 @@ def check_kernel(chip: Chip, triton: TritonCompiler | None, case: Case, backend:
 
 def check_triton(chip: Chip, triton: TritonCompiler, case: Case, backend: str) -> dict[str, Any]:
     """Compile each Triton kernel of a call to machine code and ask ptxas what it takes."""
-    started, cpu_started = time.perf_counter(), _processor_time()
+    started, cpu_started = time.perf_counter(), processor_time()
     with chip.in_use():
         recorded = record_launches(case, backend)
     if not recorded:
@@ -76,7 +76,7 @@ def check_triton(chip: Chip, triton: TritonCompiler, case: Case, backend: str) -
         kernels += triton.compile(launch)
     return {
         "seconds": time.perf_counter() - started,
-        "cpu_seconds": _processor_time() - cpu_started,
+        "cpu_seconds": processor_time() - cpu_started,
         "launches": {"straight": len(recorded), "loops": 0, "in_loops": 0},
         "kernels": [dataclasses.asdict(kernel) for kernel in kernels],
         "registers": max(kernel.registers for kernel in kernels),
@@ -85,8 +85,8 @@ def check_triton(chip: Chip, triton: TritonCompiler, case: Case, backend: str) -
     }
 
 
-def _processor_time() -> float:
-    """Of this process and of the ptxas that it has run."""
+def processor_time() -> float:
+    """Seconds of all cores that this process and the ptxas that it ran have used so far."""
     used = os.times()
     return used.user + used.system + used.children_user + used.children_system
 

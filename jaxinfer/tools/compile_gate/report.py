@@ -130,10 +130,13 @@ def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def report(
-    jobs: Sequence[Job], rows: Sequence[Row], budgets: Budgets, broken: Mapping[str, str]
+    jobs: Sequence[Job], rows: Sequence[Row], budgets: Budgets, failures: Mapping[str, str]
 ) -> tuple[str, bool]:
-    """The text to print, and whether everything passed. `broken`: operators whose cases could not
-    be read -> why."""
+    """The text to print, and whether everything passed.
+
+    `failures` are those that no row tells, such as an operator whose cases could not be read: what
+    failed -> why.
+    """
     parts, pairs = [], list(zip(jobs, rows, strict=True))
     for kind, head, columns in (
         ("kernel", KERNEL_HEAD, kernel_columns),
@@ -143,7 +146,7 @@ def report(
         lines = [columns(job, row) for job, row in pairs if job.kind == kind]
         if lines:
             parts.append(table(head, lines))
-    failed = [[name, why] for name, why in broken.items()]
+    failed = [[name, why] for name, why in failures.items()]
     failed += [[row["id"], why] for row in rows for why in problems(row, budgets)]
     if failed:
         parts.append("FAILED\n" + table(["what", "why"], failed))

@@ -4,8 +4,10 @@ end and a compiler that crashes or hangs costs one row."""
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -55,21 +57,30 @@ class Jobs:
 
 
 def run_jobs(
-    jobs: Sequence[Job], on_row: Callable[[Row], None], worker: Path = WORKER
+    jobs: Sequence[Job],
+    on_row: Callable[[Row], None],
+    worker: Path = WORKER,
+    end: float = math.inf,
 ) -> list[Row]:
-    """A row for every job, in the order of `jobs`; `on_row` gets each as it is done."""
+    """Compile the jobs in child processes.
+
+    The rows come in the order of `jobs`; `on_row` gets each as it is done. A job that was not begun
+    by `end`, a moment of `time.monotonic`, has none.
+    """
     left, rows = Jobs(jobs), {}
+    reporting = threading.Lock()
 
     def work() -> None:
         with FedChild([sys.executable, worker], ENVIRONMENT) as child:
             job = left.take(None)
-            while job is not None:
+            while job is not None and time.monotonic() < end:
                 row = {"id": job.id} | child.ask(dataclasses.asdict(job), job.seconds)
                 rows[job.id] = row
-                on_row(row)
+                with reporting:
+                    on_row(row)
                 job = left.take(job)
 
     with ThreadPoolExecutor(NUM_CHILDREN) as pool:
         for future in [pool.submit(work) for _ in range(NUM_CHILDREN)]:
             future.result()
-    return [rows[job.id] for job in jobs]
+    return [rows[job.id] for job in jobs if job.id in rows]

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxinfer.tools import kernel_cases
-from jaxinfer.tools.compile_gate.kernels import TritonCompiler, check_kernel
+from jaxinfer.tools.compile_gate.kernels import TritonCompiler, check_kernel, processor_time
 from jaxinfer.tools.compile_gate.matrix import Job, load_matrix, load_target
 from jaxinfer.tools.compile_gate.steps import check_step
 from jaxinfer.tools.compile_gate.structures import check_structure
@@ -59,8 +59,10 @@ class Worker:
     def handle(
         self, values: dict[str, Any], tell: Callable[[dict[str, Any]], None]
     ) -> dict[str, Any]:
-        """What became of a job, whatever it was; compilers' warnings of spills included."""
+        """Run a job of any kind: its row, with compilers' warnings of spills and the processor
+        time of all of it, tracing included."""
         self.tell = tell
+        started = processor_time()
         found: dict[str, Any]
         with _StderrToFile() as log:
             try:
@@ -77,7 +79,7 @@ class Worker:
         if spilled := xla_spills(log.text):
             found["spills"] = found.get("spills", 0) + sum(spilled.values())
             found["spilled"] = spilled
-        return found
+        return found | {"job_cpu_seconds": processor_time() - started}
 
 
 def _root(error: BaseException) -> BaseException:
