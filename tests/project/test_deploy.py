@@ -1,18 +1,14 @@
-"""The deployment examples against what they name: flags, options, paths, metrics, exit times."""
+"""The deployment examples name flags, options, paths, metrics and stop times that exist."""
 
 from __future__ import annotations
 
 import json
 import re
-import shlex
 import subprocess
 import sys
 import tomllib
-from functools import cache
-from typing import Any, NamedTuple
 
 import pytest
-import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxinfer.serving import process
@@ -22,83 +18,26 @@ from jaxinfer.serving.http.app import build_app
 from jaxinfer.serving.loop import EngineLoop
 from jaxinfer.serving.metrics import Metrics
 from jaxinfer.serving.service import Service
+from tests.support.deploy_examples import (
+    DEPLOY,
+    EXAMPLES,
+    IMAGES,
+    arguments,
+    copied_paths,
+    health_command,
+    manifests,
+    pod,
+    unit,
+)
 from tests.support.paths import ROOT
 from tests.support.tiny_server import tiny_engine
 
-DEPLOY = ROOT / "deploy"
-IMAGES = ("Dockerfile.cpu", "Dockerfile.cuda", "Dockerfile.tpu")
-# Of an end, beside the drain: the last bytes of both protocols, then the engine's thread.
+# After the drain: the last bytes of both protocols, then the engine's thread.
 END_S = process.GRACE_S + process.STOP_S
 
 
-class Example(NamedTuple):
-    """One command line of scripts/serve.py, and the seconds its supervisor waits for its end."""
-
-    flags: list[str]
-    stop_s: float
-
-
-@cache
-def instructions(name: str) -> list[tuple[str, str]]:
-    """(instruction, arguments) of a Dockerfile; continued lines joined."""
-    lines = [line for line in (DEPLOY / name).read_text().splitlines() if line[:1] != "#"]
-    text = re.sub(r"\\\n\s*", "", "\n".join(lines))
-    return [tuple(line.split(None, 1)) for line in text.splitlines() if line.strip()]  # type: ignore
-
-
-def arguments(name: str, instruction: str) -> list[str]:
-    return [rest for what, rest in instructions(name) if what == instruction]
-
-
-def image_example(name: str) -> Example:
-    [entrypoint] = arguments(name, "ENTRYPOINT")
-    [command] = arguments(name, "CMD")
-    _, script, *flags = json.loads(entrypoint) + json.loads(command)
-    assert script == "/opt/jaxinfer/serve.py"
-    [stop_s] = re.findall(r"--stop-timeout=(\d+)", (DEPLOY / name).read_text())
-    return Example(flags, float(stop_s))
-
-
-@cache
-def unit() -> dict[str, str]:
-    lines = (DEPLOY / "jaxinfer.service").read_text().splitlines()
-    return dict(line.split("=", 1) for line in lines if "=" in line and line[0] != "#")
-
-
-def unit_example() -> Example:
-    _, script, *flags = shlex.split(unit()["ExecStart"])
-    assert script == "/opt/jaxinfer/serve.py"
-    return Example(flags, float(unit()["TimeoutStopSec"]))
-
-
-@cache
-def manifests() -> dict[str, dict[str, Any]]:
-    """By kind; of both files."""
-    texts = [(DEPLOY / name).read_text() for name in ("kubernetes.yaml", "servicemonitor.yaml")]
-    return {m["kind"]: m for text in texts for m in yaml.safe_load_all(text)}
-
-
-def pod() -> dict[str, Any]:
-    return manifests()["Deployment"]["spec"]["template"]["spec"]
-
-
-def pod_example() -> Example:
-    [container] = pod()["containers"]
-    [entrypoint] = arguments("Dockerfile.cpu", "ENTRYPOINT")
-    flags = json.loads(entrypoint)[2:] + container["args"]
-    pause = float(container["lifecycle"]["preStop"]["exec"]["command"][1])
-    return Example(flags, pod()["terminationGracePeriodSeconds"] - pause)
-
-
-EXAMPLES = {
-    **{name: image_example(name) for name in IMAGES},
-    "systemd": unit_example(),
-    "kubernetes": pod_example(),
-}
-
-
 def config_of(flags: list[str]) -> ServingConfig:
-    """What the server makes of the options among the flags; refuses unknown ones."""
+    """Return the server's options as the flags set them; unknown ones are refused."""
     pairs = [flag.removeprefix("--").split("=", 1) for flag in flags]
     return load_configs(dict(pairs).get("config"), [v for name, v in pairs if name == "set"])[1]
 
@@ -109,19 +48,19 @@ import json, sys
 from jaxinfer.cli import serve
 for flags in json.load(sys.stdin):
     try:
-        rest = serve.FLAGS(["serve.py", *flags])[1:]
+        rest = serve.FLAGS(["serve", *flags])[1:]
         print(json.dumps(f"unexpected: {rest}" if rest else None))
     except Exception as error:
         print(json.dumps(str(error)))
 """
 
 
-def test_the_command_lines_are_such_that_the_server_takes():
+def test_command_lines_have_flags_that_the_server_accepts():
     lines = [[*example.flags] for example in EXAMPLES.values()] + [["--no_such_flag=1"]]
     done = subprocess.run(
         [sys.executable, "-c", PARSE],
         input=json.dumps(lines),
-        cwd=ROOT / "scripts",
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=120,
@@ -132,14 +71,14 @@ def test_the_command_lines_are_such_that_the_server_takes():
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_whoever_stops_the_server_waits_for_it_to_drain(name):
-    flags, stop_s = EXAMPLES[name]
-    assert stop_s > config_of(flags).drain_s + END_S
+def test_supervisors_wait_for_the_server_to_drain(name):
+    example = EXAMPLES[name]
+    assert example.stop_s > config_of(example.flags).drain_s + END_S
 
 
 @pytest.fixture(scope="module")
 def served() -> tuple[set[str], dict[str, set[str]]]:
-    """Paths that the app has, and its metrics: name of a sample -> labels."""
+    """The paths of the app, and the labels of its metrics by the name of a sample."""
     engine, _ = tiny_engine()
     health = Health()
     metrics = Metrics(health)
@@ -157,25 +96,24 @@ def served() -> tuple[set[str], dict[str, set[str]]]:
     return {str(path) for path in app.openapi()["paths"]}, labels
 
 
-def test_probes_ask_at_paths_that_there_are(served):
+def test_probes_use_paths_that_exist(served):
     paths, _ = served
     [container] = pod()["containers"]
     kinds = ("startupProbe", "readinessProbe", "livenessProbe")
-    asked = {container[kind]["httpGet"]["path"] for kind in kinds}
+    probed = {container[kind]["httpGet"]["path"] for kind in kinds}
     assert container["livenessProbe"]["httpGet"]["path"] == "/health/live"
     assert container["readinessProbe"]["httpGet"]["path"] == "/health/ready"
-    asked |= {e["path"] for e in manifests()["ServiceMonitor"]["spec"]["endpoints"]}
+    probed |= {e["path"] for e in manifests()["ServiceMonitor"]["spec"]["endpoints"]}
     for name in IMAGES:
-        [check] = arguments(name, "HEALTHCHECK")
-        command = json.loads(check[check.index("[") :])
+        command = health_command(name)
         compile(command[2], name, "exec")
         [(port, path)] = re.findall(r"http://127\.0\.0\.1:(\d+)(/[a-z/]+)", command[2])
         assert int(port) == config_of(EXAMPLES[name].flags).http_port
-        asked.add(path)
-    assert asked <= paths
+        probed.add(path)
+    assert probed <= paths
 
 
-def test_ports_are_those_the_server_listens_on():
+def test_ports_are_those_of_the_server():
     [container] = pod()["containers"]
     flags = dict(flag.removeprefix("--").split("=", 1) for flag in container["args"])
     ports = {p["name"]: p["containerPort"] for p in container["ports"]}
@@ -189,7 +127,7 @@ def test_ports_are_those_the_server_listens_on():
         assert arguments(name, "EXPOSE") == [f"{config.http_port} {config.grpc_port}"]
 
 
-def test_the_manifests_select_the_pods_they_make():
+def test_manifests_select_the_pods_they_create():
     deployment = manifests()["Deployment"]["spec"]
     labels = deployment["template"]["metadata"]["labels"]
     assert deployment["selector"]["matchLabels"] == labels
@@ -215,36 +153,31 @@ def test_nothing_runs_as_root():
 
 
 @pytest.mark.parametrize("name", IMAGES)
-def test_an_image_is_built_of_what_there_is(name):
+def test_image_is_built_from_paths_and_extras_that_exist(name):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     [install] = [run for run in arguments(name, "RUN") if "pip install" in run]
     [extras] = re.findall(r'"\.\[([\w,]+)\]"', install)
     assert set(extras.split(",")) <= set(project["project"]["optional-dependencies"])
-    assert {"serve", *({name.partition(".")[2].replace("cuda", "cuda12")} - {"cpu"})} <= set(
-        extras.split(",")
-    )
-    copied = set()
-    for rest in arguments(name, "COPY"):
-        *sources, _ = [word for word in rest.split() if not word.startswith("--")]
-        if "--from=build" not in rest:
-            assert all((ROOT / source).exists() for source in sources)
-            copied.update(sources)
+    wanted = {"cpu": set(), "cuda": {"cuda12", "triton"}, "tpu": {"tpu"}}
+    assert {"serve", *wanted[name.partition(".")[2]]} <= set(extras.split(","))
+    copied = set(copied_paths(name))
+    assert all((ROOT / path).exists() for path in copied)
     packages = project["tool"]["setuptools"]["package-dir"].values()
-    assert copied >= {*packages, "pyproject.toml", "README.md", "LICENSE", "scripts/serve.py"}
+    assert copied >= {*packages, "pyproject.toml", "README.md", "LICENSE"}
     [python] = {base.split()[0] for base in arguments(name, "FROM")}
     version = re.findall(r"python:([\d.]+)-slim", python)[0]
     assert f"constraints/py{version}.txt" in install
     assert (ROOT / f"constraints/py{version}.txt").is_file()
 
 
-def test_the_dashboard_shows_metrics_that_there_are(served):
+def test_dashboard_shows_metrics_that_exist(served):
     _, labels = served
     dashboard = json.loads((DEPLOY / "grafana-dashboard.json").read_text())
     panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
     texts = [target["expr"] for panel in panels for target in panel["targets"]]
     texts += [v["definition"] for v in dashboard["templating"]["list"] if "definition" in v]
     assert len(panels) > 15 and len({panel["id"] for panel in panels}) == len(panels)
-    own = set()
+    used_metrics = set()
     for text in texts:
         used = re.findall(r"\b((?:jaxinfer|process)_\w+)(?:\{([^}]*)\})?", text)
         assert used, text
@@ -252,18 +185,18 @@ def test_the_dashboard_shows_metrics_that_there_are(served):
             assert metric in labels, metric
             wanted = set(re.findall(r"(\w+)\s*=~?\s*\"", selector)) - {"instance"}
             assert wanted <= labels[metric], text
-            own.add(metric)
+            used_metrics.add(metric)
         for group in re.findall(r"\bby \(([^)]*)\)", text):
             assert set(group.split(", ")) <= set().union(*(labels[m] for m, _ in used)), text
     unshown = {re.sub(r"_(bucket|sum|count)$", "", name) for name in labels} - {
-        re.sub(r"_(bucket|sum|count)$", "", name) for name in own
+        re.sub(r"_(bucket|sum|count)$", "", name) for name in used_metrics
     }
     kept_out = {"jaxinfer_computed_tokens_total", "jaxinfer_generated_tokens_total"}
     kept_out |= {"jaxinfer_prefix_cache_hit_tokens_total"}  # by the engine; shown by request
     assert {name for name in unshown if name.startswith("jaxinfer_")} == kept_out
 
 
-def test_panels_do_not_lie_on_each_other():
+def test_dashboard_panels_do_not_overlap():
     dashboard = json.loads((DEPLOY / "grafana-dashboard.json").read_text())
     taken: dict[tuple[int, int], str] = {}
     for panel in dashboard["panels"]:
