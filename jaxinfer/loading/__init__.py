@@ -1,4 +1,4 @@
-"""Checkpoint files: open, describe, read. What tensors mean is for `jaxinfer.loading.assign`."""
+"""Open and read checkpoint files. `jaxinfer.loading.assign` turns their tensors into weights."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ DEMO = "demo"
 
 
 def open_checkpoint(source: str | Path, *, needs_weights: bool = True) -> Checkpoint:
-    """Open a checkpoint; headers are read and checked, tensors stay on disk until asked for.
+    """Open a checkpoint: its headers are read and checked, its tensors stay on disk.
 
     `source` is a `.gguf` file (any shard of a split one), a Hugging Face directory, a directory
     that `jaxinfer convert` wrote, a directory that holds one GGUF model and no safetensors,
-    "demo" (the demo model, fetched if it is not in the cache), or a hub id "organisation/name"
-    where no such path exists. Without `needs_weights` (random ones will do) also a directory with
-    a `config.json` alone, or such a `.json` file. `CheckpointError` otherwise.
+    "demo" (the demo model, downloaded if it is not in the cache), or a hub id "organisation/name"
+    if no such path exists. Without `needs_weights` (for random weights) it may also be a directory
+    that has only a `config.json`, or such a `.json` file. Raises `CheckpointError` otherwise.
     """
     if source == DEMO:
-        # Imported here, so that `python -m jaxinfer.loading.demo` does not find itself imported.
+        # Imported here, so that `python -m jaxinfer.loading.demo` runs a module not yet imported.
         from jaxinfer.loading.demo import demo_model_path
 
         return open_gguf(demo_model_path())
@@ -52,7 +52,7 @@ def open_checkpoint(source: str | Path, *, needs_weights: bool = True) -> Checkp
         opened = open_huggingface(download(source), needs_weights=needs_weights)
         return dataclasses.replace(opened, name=source)
     raise CheckpointError(
-        f"{source}: there is no such file or directory, and it is no hub id (organisation/name); "
+        f"{source}: is not a file, a directory or a hub id (organisation/name); "
         'pass a .gguf file, a Hugging Face directory, a hub id or "demo"'
     )
 
@@ -62,8 +62,7 @@ def _open_file(path: Path, needs_weights: bool) -> Checkpoint:
         return open_gguf(path)
     if path.suffix == ".safetensors":
         raise CheckpointError(
-            f"{path}: a single .safetensors file has no config.json; pass the directory "
-            f"{path.parent}"
+            f"{path}: a .safetensors file has no config.json; pass its directory {path.parent}"
         )
     if path.suffix in PICKLE_SUFFIXES:
         raise CheckpointError(
@@ -73,7 +72,7 @@ def _open_file(path: Path, needs_weights: bool) -> Checkpoint:
     if path.suffix == ".json":
         if needs_weights:
             raise CheckpointError(
-                f"{path}: a configuration without weights; pass the directory of the model, or "
+                f"{path}: is a configuration without weights; pass the directory of the model, or "
                 "run it with random weights (--set load_format=random)"
             )
         opened = open_huggingface(path.parent, config_file=path.name, needs_weights=False)
@@ -83,16 +82,16 @@ def _open_file(path: Path, needs_weights: bool) -> Checkpoint:
 
 def _open_directory(path: Path, needs_weights: bool) -> Checkpoint:
     if (path / MANIFEST_FILE).exists() or (path / ARRAYS_FOLDER).is_dir():
-        # Imported here: jax and Orbax take a second, and other formats are described without.
+        # Imported here: jax and Orbax take a second to import, and other formats do not need them.
         from jaxinfer.loading.orbax import open_converted
 
         return open_converted(path)
     files = sorted(file for file in path.iterdir() if file.suffix == ".gguf")
     if not files or any(path.glob("*.safetensors")):
-        # Its errors say what a directory needs.
+        # Its errors say which files a directory needs.
         return open_huggingface(path, needs_weights=needs_weights)
     shards = shard_paths(files[0])
     if any(file not in shards for file in files):
         names = ", ".join(file.name for file in files)
-        raise CheckpointError(f"{path}: holds several GGUF models ({names}); pass the file of one")
+        raise CheckpointError(f"{path}: has several GGUF models ({names}); pass the file of one")
     return open_gguf(files[0])

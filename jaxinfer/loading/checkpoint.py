@@ -1,7 +1,7 @@
-"""What every checkpoint reader hands on: named tensors on disk, metadata, generation defaults.
+"""The result of every checkpoint reader: named tensors on disk, metadata, generation defaults.
 
-Nothing here knows about models or parameters, and nothing imports jax: a reader describes a file,
-`jaxinfer.loading.assign` decides what its tensors mean.
+Nothing here depends on models or parameters, or imports jax: a reader describes a file, and
+`jaxinfer.loading.assign` decides which parameters its tensors are.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 FLOAT32 = np.dtype(np.float32)
 MAX_PROBLEMS_SHOWN = 20
-# Of a converted checkpoint (`jaxinfer.loading.orbax`).
+# The contents of a converted checkpoint (`jaxinfer.loading.orbax`).
 MANIFEST_FILE = "jaxinfer.json"
 ARRAYS_FOLDER = "arrays"
 MAX_JSON_BYTES = 64 * 2**20  # configs are kilobytes; the index of a 1T model is a few megabytes
 
-# Stored names of the number formats that are read as they are; GGUF and safetensors agree on them
-# save for the 8-bit floats, which only safetensors has.
+# Stored names of the number formats that are read without conversion. GGUF and safetensors use the
+# same names, except for the 8-bit floats, which only safetensors has.
 PLAIN_DTYPES: Mapping[str, np.dtype[Any]] = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
@@ -53,15 +53,15 @@ PLAIN_DTYPES: Mapping[str, np.dtype[Any]] = {
 }
 
 
-ALIGNMENT = 64  # bytes: what jax on a CPU takes over as it is; another buffer it would copy
+ALIGNMENT = 64  # bytes; jax on a CPU copies buffers that are aligned less
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be used: names the file, the value, the limit and the way out."""
+    """Raised for an unusable checkpoint; names the file, the value, the limit and a remedy."""
 
     @classmethod
     def listing(cls, where: str | Path, problems: Sequence[str]) -> CheckpointError:
-        """One error for all `problems` found in `where`, the first twenty spelled out."""
+        """Make one error of all `problems` found in `where`; it lists the first twenty."""
         if len(problems) == 1:
             return cls(f"{where}: {problems[0]}")
         lines = [f"  - {problem}" for problem in problems[:MAX_PROBLEMS_SHOWN]]
@@ -71,7 +71,10 @@ class CheckpointError(ValueError):
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-    """A buffer that jax on a CPU need not copy: peak memory was 1.5 times the weights."""
+    """Allocate an array that jax on a CPU uses without a copy.
+
+    With copies, peak memory was 1.5 times the weights.
+    """
     num_bytes = math.prod(shape) * dtype.itemsize
     raw = np.empty(num_bytes + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
@@ -79,27 +82,27 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
 
 
 def is_aligned(values: np.ndarray) -> bool:
-    """Whether jax on a CPU takes the values over as they are."""
+    """Whether jax on a CPU uses the values without a copy."""
     return values.ctypes.data % ALIGNMENT == 0
 
 
-# From the type that quantized numbers become to the values.
+# Reads a tensor's values; quantized numbers are converted to the type that it is called with.
 Loader = Callable[[np.dtype[Any]], np.ndarray]
 
 
 class Bytes(NamedTuple):
-    """A stretch of a file."""
+    """A range of a file's bytes."""
 
     path: Path
     offset: int
     size: int
 
     def map(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> np.ndarray:
-        """A read-only view of the stretch, mapped for as long as the view lives.
+        """Map the range as a read-only view, for as long as the view lives.
 
-        Each call maps anew, so pages touched by one tensor leave the resident set when its view is
-        dropped; one mapping for the whole file would keep every page it ever read. A view that
-        the file's layout leaves unaligned is copied. `CheckpointError` if the file has shrunk.
+        Each call makes its own mapping, so the pages of a tensor leave the resident set when its
+        view is dropped; one mapping for the whole file would keep every page it ever read. A view
+        that is unaligned in the file is copied. Raises `CheckpointError` if the file has shrunk.
         """
         if self.size == 0:
             return np.empty(shape, dtype)
@@ -114,16 +117,16 @@ class Bytes(NamedTuple):
         return view if view.flags.aligned else view.copy()
 
     def plain(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Loader:
-        """How a tensor of these bytes is read that is stored as plain numbers."""
+        """Return a loader for a tensor that these bytes store unquantized."""
         return lambda dequantized: self.map(dtype, shape)
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor in a file; nothing is read until `read`.
+    """One tensor in a file; its data is not read until `read` is called.
 
-    `shape` is numpy's row-major order, so a linear weight is `[out, in]` in every format. `dtype`
-    is the stored name ("F32", "BF16", "Q4_1", ...) and `nbytes` the size in the file.
+    `shape` is in NumPy's row-major order, so a linear weight is `[out, in]` in every format.
+    `dtype` is the stored name ("F32", "BF16", "Q4_1", ...) and `nbytes` the size in the file.
     """
 
     name: str
@@ -134,7 +137,7 @@ class StoredTensor:
     _load_packed: Callable[[], QuantRows] | None = field(default=None, repr=False, compare=False)
 
     def read(self, dequantized: np.dtype[Any] = FLOAT32) -> np.ndarray:
-        """The values, `shape`-shaped: quantized types as `dequantized`, others in their own dtype.
+        """Read the values, in `shape`: quantized types as `dequantized`, others as stored.
 
         The result may be a read-only view of the mapped file: keep it no longer than needed.
         """
@@ -142,17 +145,17 @@ class StoredTensor:
 
     @property
     def is_packable(self) -> bool:
-        """Whether it is of a quantized type that `read_packed` gives as it is."""
+        """Whether `read_packed` can read it without dequantizing."""
         return self._load_packed is not None
 
     def read_packed(self) -> QuantRows | None:
-        """The values, scales and zero points of a type that can stay quantized; None of others."""
+        """Read values, scales and zero points; None if the type cannot stay quantized."""
         return None if self._load_packed is None else self._load_packed()
 
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """What a checkpoint says about generating with it; `None` or `()` where it is silent."""
+    """A checkpoint's generation settings; `None` or `()` where it states nothing."""
 
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
@@ -166,7 +169,7 @@ class GenerationDefaults:
     stop_strings: tuple[str, ...] = ()
 
     def sampling_params(self, **changes: Any) -> SamplingParams:
-        """What the checkpoint recommends, then `changes`."""
+        """Return the checkpoint's recommended sampling parameters, updated with `changes`."""
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         if self.do_sample is False:
@@ -180,12 +183,12 @@ class GenerationDefaults:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An opened checkpoint: headers are read and checked, tensors are still on disk.
+    """An opened checkpoint: its headers have been read and checked, its tensors are on disk.
 
-    `metadata` holds the GGUF key-values without the vocabulary arrays, or the dictionary of
+    `metadata` has the GGUF key-values without the vocabulary arrays, or the contents of
     `config.json`. `path` is the file (the first one of a split GGUF) or the directory. `format` is
-    the one that metadata and tensor names follow; where the parameters have been converted
-    (`jaxinfer.loading.orbax`), `restore` reads them, and tensors are names and shapes alone.
+    the format of the metadata and the tensor names. If the parameters have been converted
+    (`jaxinfer.loading.orbax`), `restore` reads them, and `tensors` have only names and shapes.
     """
 
     path: Path
@@ -198,15 +201,18 @@ class Checkpoint:
     restore: Callable[..., Any] | None = field(default=None, repr=False, compare=False)
 
     def tokenizer(self) -> Tokenizer:
-        """Build the tokenizer: a new one each call (tenths of a second), so keep it.
+        """Build a new tokenizer, which takes tenths of a second.
 
-        `CheckpointError` if the checkpoint carries none, or one of a kind not supported.
+        Raises `CheckpointError` if the checkpoint has none, or one of an unsupported kind.
         """
         return self._build_tokenizer()
 
 
 def read_json_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """The object in a JSON file; `CheckpointError` for anything else, or past `max_bytes`."""
+    """Read the object in a JSON file.
+
+    Raises `CheckpointError` for anything else, and for a file of more than `max_bytes`.
+    """
     try:
         size = path.stat().st_size
         raw = path.read_bytes() if size <= max_bytes else b""
@@ -214,13 +220,13 @@ def read_json_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, A
         raise CheckpointError(f"{path}: cannot be read ({error})") from error
     if size > max_bytes:
         raise CheckpointError(
-            f"{path}: {size:,} bytes of JSON, more than the limit of {max_bytes:,}; this is no "
-            "file of a usual checkpoint"
+            f"{path}: {size:,} bytes of JSON, more than the limit of {max_bytes:,}; this is not a "
+            "usual checkpoint's file, fetch it again"
         )
     try:
         value = json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not valid JSON ({error}); fetch the file again") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: holds a JSON {type(value).__name__}, an object is needed")
+        raise CheckpointError(f"{path}: is a JSON {type(value).__name__}, an object is needed")
     return value

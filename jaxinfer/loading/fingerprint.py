@@ -1,4 +1,4 @@
-"""A short name for the numbers of a checkpoint, made without reading all of them."""
+"""Compute a short fingerprint of a checkpoint's weights without reading all of them."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from jaxinfer.loading.gguf import shard_paths
 from jaxinfer.loading.huggingface import weight_files
 
 SAMPLE_BYTES = 16 * 2**10
-NUM_SAMPLES = 256  # of a file; with the size above, 4 MiB: one every 20 MB of a shard of 5 GB
+NUM_SAMPLES = 256  # per file: 4 MiB in all, one sample every 20 MB in a shard of 5 GB
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
-    """16 hexadecimal digits of BLAKE2b over samples of its files, evenly spaced, and their sizes.
+    """Return 16 hexadecimal digits: BLAKE2b of the files' sizes and of evenly spaced samples.
 
-    Models of one shape that differ in every matrix, as fine-tunes do, differ in it; two that differ
-    in a few rows may not. A converted checkpoint has that of its source. `CheckpointError` for a
-    file that cannot be read.
+    Two models of the same shape that differ in every matrix, such as fine-tunes, have different
+    fingerprints; two that differ in a few rows may have the same one. A converted checkpoint has
+    the fingerprint of its source. Raises `CheckpointError` for a file that cannot be read.
     """
     path = checkpoint.path
     if checkpoint.restore is not None:
         manifest = path / MANIFEST_FILE
-        known = read_json_object(manifest).get("fingerprint")  # None: converted before there was
+        known = read_json_object(manifest).get("fingerprint")  # older manifests have none
         return known if isinstance(known, str) else _digest([manifest])
     return _digest(weight_files(path) if path.is_dir() else shard_paths(path))
 

@@ -1,8 +1,8 @@
-"""What a Hugging Face directory says about generating, in `generation_config.json`, `config.json`.
+"""Read the generation settings of a Hugging Face directory.
 
-The first wins, key by key; `null` counts as silent. A value of the wrong type or out of range is a
-problem of the checkpoint. A key that would change the output and is not honoured is named in a
-warning, once for the checkpoint.
+For each key, `generation_config.json` takes precedence over `config.json`; `null` counts as absent.
+A value of the wrong type or out of range is a problem of the checkpoint. Keys that would change the
+output but are not supported are named in one warning.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from absl import logging
 from jaxinfer.loading.checkpoint import GenerationDefaults
 from jaxinfer.sampling.params import SamplingParamsError
 
-# Keys of transformers' generation that change the output and are not honoured, each with the values
-# that change nothing.
-NOT_HONOURED: Mapping[str, tuple[Any, ...]] = {
+# Unsupported keys of transformers' generation settings that change the output, each with the values
+# that have no effect.
+UNSUPPORTED_KEYS: Mapping[str, tuple[Any, ...]] = {
     "bad_words_ids": ([],),
     "begin_suppress_tokens": ([],),
     "diversity_penalty": (0,),
@@ -50,7 +50,7 @@ WHOLE = ((int,), "a whole number")
 
 
 class _Sources:
-    """The two files; what is wrong in them goes to `problems`."""
+    """Reads keys from the two files and appends invalid values to `problems`."""
 
     def __init__(
         self, generation: Mapping[str, Any], config: Mapping[str, Any], problems: list[str]
@@ -58,14 +58,14 @@ class _Sources:
         self.files = (("generation_config.json", generation), ("config.json", config))
         self.problems = problems
 
-    def read(self, key: str, kinds: tuple[type, ...], what: str) -> Any:
+    def read(self, key: str, kinds: tuple[type, ...], expected: str) -> Any:
         for name, source in self.files:
             value = source.get(key)
             if value is None:
                 continue
             if type(value) in kinds:
                 return float(value) if float in kinds else value
-            self.problems.append(f"{name}: {key} is {value!r}, {what} is needed")
+            self.problems.append(f"{name}: {key} is {value!r}, {expected} is needed")
         return None
 
     def token_ids(self, key: str) -> tuple[int, ...]:
@@ -89,7 +89,7 @@ class _Sources:
 def generation_defaults(
     where: Any, generation: Mapping[str, Any], config: Mapping[str, Any], problems: list[str]
 ) -> GenerationDefaults:
-    """The defaults of the checkpoint at `where`, and what is wrong with them into `problems`."""
+    """Read the generation defaults of a checkpoint; invalid values are added to `problems`."""
     sources = _Sources(generation, config, problems)
     num_problems = len(problems)
     defaults = GenerationDefaults(
@@ -110,26 +110,28 @@ def generation_defaults(
         defaults.sampling_params()
     except SamplingParamsError as error:
         problems.append(f"generation_config.json, config.json: {error}")
-    if unread := not_honoured(generation, config):
+    if unread := unsupported_settings(generation, config):
         logging.warning(
-            "%s asks for %s, which is not honoured: answers can differ from those of transformers",
+            "%s sets %s, which is not supported: output can differ from that of transformers",
             where,
             ", ".join(f"{key}={value!r}" for key, value in unread.items()),
         )
     return defaults
 
 
-def not_honoured(generation: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """What would change the output and is passed over, by key."""
+def unsupported_settings(
+    generation: Mapping[str, Any], config: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the settings that would change the output but are not supported."""
     unread: dict[str, Any] = {}
     for source in (config, generation):
-        for key, neutral in NOT_HONOURED.items():
+        for key, neutral in UNSUPPORTED_KEYS.items():
             value = source.get(key)
             if value is not None:
                 unread[key] = value
                 if value in neutral:
                     del unread[key]
-    # A bound on prompt and output together; 20 is what transformers wrote unasked.
+    # A bound on prompt and output together. transformers wrote its default of 20 to many files.
     length, longest = generation.get("max_length"), config.get("max_position_embeddings")
     is_bound = type(length) is int and type(longest) is int and length < longest
     if is_bound and length != 20 and generation.get("max_new_tokens") is None:

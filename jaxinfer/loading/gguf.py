@@ -1,9 +1,9 @@
-"""GGUF checkpoints: one file, or the numbered shards of one model.
+"""Read GGUF checkpoints: one file, or the numbered shards of one model.
 
-Tensors keep the names of the file (`blk.0.attn_q.weight`). Quantized types are dequantized
-by the `gguf` package's float32 formulas, a chunk at a time; plain types are mapped.
-A converter for Llama-like models permutes the rows of q and k for its own rotary layout: undoing
-that is the business of the weight table, not of this reader.
+Tensors keep their names in the file (`blk.0.attn_q.weight`). Quantized types are dequantized in
+chunks by the `gguf` package's float32 formulas; other types are memory-mapped. GGUF converters
+permute the rows of q and k of Llama-like models for their rotary layout; the weight table undoes
+that, not this reader.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ QUANTIZED_TYPES = frozenset(
         "MXFP4",
     )
 )
-# Elements dequantized at once. The formulas' temporaries are a few times that and should stay in
-# the cache: reading the demo model takes 0.4 s so, 0.9 s with four times as many (2 cores, 2026).
+# Elements dequantized at once. The formulas' temporaries are a few times larger and should stay in
+# the cache: the demo model is read in 0.4 s, and in 0.9 s with four times as many (2 cores, 2026).
 CHUNK_ELEMENTS = 65_536
 
 
 def open_gguf(path: Path) -> Checkpoint:
-    """Open the GGUF file at `path`, or the split model that any one shard of it names.
+    """Open the GGUF file at `path`, or the split model that it is a shard of.
 
-    `CheckpointError` for a damaged file, a missing shard, or tensor types that cannot be read,
-    each naming what is wrong and the way out.
+    Raises `CheckpointError`, with a remedy, for a damaged file, a missing shard, or an unsupported
+    tensor type.
     """
     paths = shard_paths(path)
     headers = [read_header(shard) for shard in paths]
@@ -58,8 +58,8 @@ def open_gguf(path: Path) -> Checkpoint:
     declared = metadata.get("split.count", 1)
     if declared not in (0, len(paths)):
         problems.append(
-            f"is part 1 of {declared} by its split.count, but its name says {len(paths)}; shards "
-            "must keep their names NAME-00001-of-0000N.gguf and lie in one folder"
+            f"has split.count {declared}, but its name says {len(paths)} shards; shards must keep "
+            "their names NAME-00001-of-0000N.gguf and be in one folder"
         )
     tensors: dict[str, StoredTensor] = {}
     for shard, header in zip(paths, headers, strict=True):
@@ -83,7 +83,7 @@ def open_gguf(path: Path) -> Checkpoint:
 
 
 def shard_paths(path: Path) -> list[Path]:
-    """The files of the model that `path` belongs to, in order: one, or all shards of its set."""
+    """List the files of the model that `path` belongs to, in order: itself, or all its shards."""
     shards = shard_set(path)
     if shards is None:
         return [path]
@@ -97,19 +97,19 @@ def shard_paths(path: Path) -> list[Path]:
 def dequantize(
     data: Bytes, shape: tuple[int, ...], kind: GGMLQuantizationType, dtype: np.dtype[Any]
 ) -> np.ndarray:
-    """Quantized bytes to numbers, with temporaries of a few `CHUNK_ELEMENTS` only.
+    """Dequantize bytes in chunks, with temporaries of a few `CHUNK_ELEMENTS`.
 
-    The formulas are float32's; `dtype` rounds their results.
+    The formulas compute in float32, and the results are rounded to `dtype`.
     """
     block, block_bytes = GGML_QUANT_SIZES[kind]
     raw = data.map(np.dtype(np.uint8), (data.size,))
     values = aligned_empty((data.size // block_bytes * block,), dtype)
     step = CHUNK_ELEMENTS // block
-    # Damaged scales overflow here; whoever loads the weights reports what is not finite.
+    # Damaged scales overflow here; loading reports the weights that are not finite.
     with np.errstate(all="ignore"):
         for first in range(0, data.size // block_bytes, step):
             chunk = raw[first * block_bytes : (first + step) * block_bytes]
-            # As one row: the package loops over groups of 16 rows in Python.
+            # One row, because the package loops over groups of 16 rows in Python.
             part = quants.dequantize(chunk.reshape(1, -1), kind)
             values[first * block : first * block + part.size] = part[0]
     return values.reshape(shape)
@@ -148,7 +148,7 @@ def _name(metadata: Mapping[str, Any], path: Path) -> str:
 
 
 def _generation_defaults(path: Path, header: GgufHeader) -> GenerationDefaults:
-    """`general.sampling.*` and the special token ids of the vocabulary, where they are stated."""
+    """Read `general.sampling.*` and the special token ids of the vocabulary."""
     metadata = header.metadata
     numbers: dict[str, Any] = {}
     for field, key, kinds in (

@@ -1,8 +1,8 @@
-"""The header of a GGUF file: key-values and tensor directory, read with every length checked.
+"""Read the header of a GGUF file, key-values and tensor directory, with every length checked.
 
-The `gguf` package's own reader trusts the counts and lengths in the file and takes two seconds
-over a 49,152-token vocabulary, so this walk replaces it. It allocates in proportion to bytes that
-are really in the file, never to a number the file claims. Layout: the GGUF specification,
+The `gguf` package's own reader trusts the counts and lengths in the file and takes two seconds for
+a 49,152-token vocabulary, so this reader replaces it. It allocates in proportion to the bytes in
+the file, never to a number that the file states. The layout is that of the GGUF specification,
 versions 2 and 3 (little-endian; version 1 has 32-bit lengths and predates every current model).
 """
 
@@ -51,7 +51,7 @@ _SCALARS: Mapping[int, np.dtype[Any]] = {
 
 
 class TensorInfo(NamedTuple):
-    """One line of the tensor directory; `offset` counts from the start of the file."""
+    """An entry of the tensor directory; `offset` counts from the start of the file."""
 
     name: str
     shape: tuple[int, ...]
@@ -62,7 +62,7 @@ class TensorInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """A checked header. Arrays in `metadata` are tuples, long numeric ones numpy arrays."""
+    """A checked header. Arrays in `metadata` are tuples; long numeric ones are NumPy arrays."""
 
     metadata: dict[str, Any]
     tensors: tuple[TensorInfo, ...]
@@ -81,7 +81,7 @@ class _Cursor:
         return CheckpointError(f"{self.path}: {message}")
 
     def take(self, size: int, what: str) -> int:
-        """Step over `size` bytes and return where they begin."""
+        """Advance by `size` bytes and return the offset of the first one."""
         start = self.position
         if size > self.end - start:
             raise self.error(
@@ -111,7 +111,7 @@ class _Cursor:
             raise self.error(f"{what} is not UTF-8 ({error})") from error
 
     def value(self, kind: int, what: str) -> Any:
-        """One metadata value of type `kind`."""
+        """Read one metadata value of type `kind`."""
         if kind == GGUFValueType.STRING:
             return self.text(what)
         if kind == GGUFValueType.ARRAY:
@@ -143,10 +143,10 @@ class _Cursor:
             raise self.error(
                 f"{what} claims {count:,} strings, more than the limit of {MAX_ARRAY_STRINGS:,}"
             )
-        # Each string has at least its 8-byte length: the claim is checked before the loop begins.
+        # Each string has at least its 8-byte length, so the count is checked before the loop.
         if count * 8 > self.end - self.position:
             raise self.error(f"truncated or corrupt: {what} claims {count:,} strings")
-        # Written out, not by calling text(): this loop reads 100,000 strings for a small model.
+        # Inlined instead of calling text(): a small model already has 100,000 strings.
         data, position, end, unpack = self.data, self.position, self.end, _U64.unpack_from
         texts: list[str] = []
         for index in range(count):
@@ -163,8 +163,8 @@ class _Cursor:
 def read_header(path: Path) -> GgufHeader:
     """Read and check the header of the GGUF file at `path`.
 
-    `CheckpointError` names what is wrong: structural damage at once, everything found wrong in
-    the tensor directory together. Time and memory are bounded by the size of the header.
+    Raises `CheckpointError`: for structural damage at the first problem, for the tensor directory
+    with all of its problems. Time and memory are bounded by the size of the header.
     """
     try:
         with (
@@ -181,7 +181,7 @@ def read_header(path: Path) -> GgufHeader:
 
 
 def copy_key_values(source: Path, target: Path) -> None:
-    """Write a GGUF file of the key-values of `source` alone, without those of a split."""
+    """Write a GGUF file that has only the key-values of `source`, without those of a split."""
     with source.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         cursor = _Cursor(source, data)
         _, num_key_values = _read_preamble(cursor)
@@ -211,7 +211,7 @@ def _read(cursor: _Cursor) -> GgufHeader:
 
 
 def _read_key_values(cursor: _Cursor, count: int) -> Iterator[tuple[int, int, str, Any]]:
-    """Each one's first byte and the one past its last, its key and its value."""
+    """Yield the start offset, end offset, key and value of each key-value."""
     for index in range(count):
         start = cursor.position
         key = cursor.text(f"key {index}", MAX_NAME_BYTES)
@@ -245,8 +245,8 @@ def _read_preamble(cursor: _Cursor) -> tuple[int, int]:
 
 
 def _read_directory(cursor: _Cursor, num_tensors: int, alignment: int) -> tuple[TensorInfo, ...]:
-    """The tensor directory, with offsets made absolute and all that is wrong in it listed."""
-    lines = []
+    """Read the tensor directory, with absolute offsets; raise one error for all its problems."""
+    entries = []
     for index in range(num_tensors):
         name = cursor.text(f"the name of tensor {index}", MAX_NAME_BYTES)
         num_dims = cursor.u32(f"the rank of {name!r}")
@@ -254,12 +254,12 @@ def _read_directory(cursor: _Cursor, num_tensors: int, alignment: int) -> tuple[
             raise cursor.error(f"tensor {name!r} claims {num_dims} dimensions, GGUF has {MAX_DIMS}")
         dims = tuple(cursor.u64(f"the shape of {name!r}") for _ in range(num_dims))
         kind = cursor.u32(f"the type of {name!r}")
-        lines.append((name, dims[::-1], kind, cursor.u64(f"the offset of {name!r}")))
+        entries.append((name, dims[::-1], kind, cursor.u64(f"the offset of {name!r}")))
     data_start = -(-cursor.position // alignment) * alignment
 
     problems: list[str] = []
     tensors: dict[str, TensorInfo] = {}
-    for name, shape, kind, offset in lines:
+    for name, shape, kind, offset in entries:
         try:
             info = _tensor_info(name, shape, kind, data_start + offset)
         except ValueError as error:
@@ -268,7 +268,7 @@ def _read_directory(cursor: _Cursor, num_tensors: int, alignment: int) -> tuple[
         if name in tensors:
             problems.append(f"tensor {name!r} occurs twice")
         if offset % alignment:
-            problems.append(f"tensor {name!r} lies at {offset}, not a multiple of {alignment}")
+            problems.append(f"tensor {name!r} is at {offset}, not a multiple of {alignment}")
         if info.offset + info.nbytes > cursor.end:
             problems.append(
                 f"tensor {name!r} ends at byte {info.offset + info.nbytes:,}, but the file at "
@@ -293,7 +293,8 @@ def _tensor_info(name: str, shape: tuple[int, ...], kind: int, offset: int) -> T
         raise ValueError(f"is empty: shape {shape}")
     if (shape[-1] if shape else 1) % block:
         raise ValueError(
-            f"of shape {shape} has rows that are no multiple of {ggml_type.name}'s block of {block}"
+            f"of shape {shape} has rows that are not a multiple of {ggml_type.name}'s block of "
+            f"{block}"
         )
     return TensorInfo(name, shape, ggml_type, offset, math.prod(shape) // block * block_bytes)
 

@@ -1,4 +1,4 @@
-"""Models by hub id, through `huggingface_hub` and its cache."""
+"""Download models from the Hugging Face hub, with `huggingface_hub` and its cache."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 from jaxinfer.loading.checkpoint import CheckpointError
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
-# What a Hugging Face directory needs, vocabularies of every kind among it; weights in pickles and
-# in other frameworks' formats stay, and so do texts that are none of ours.
+# The files that a Hugging Face directory needs, including vocabularies of every kind. Pickled
+# weights, weights of other frameworks, and unrelated text files are not downloaded.
 ALLOW_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "vocab.txt", "merges.txt"]
-# Second copies of the weights, in the publisher's own layout.
+# Second copies of the weights in the publisher's own layout, and all subfolders.
 IGNORE_PATTERNS = ["consolidated*", "original/*", "*/*"]
-# What a sentence model has in folders, which no pattern of the above lets in alone.
+# The files of a sentence model that are in subfolders, which `IGNORE_PATTERNS` excludes.
 SENTENCE_PATTERNS = ["*_Pooling/config.json"]
 
 
@@ -23,11 +23,11 @@ def is_hub_id(source: str) -> bool:
 
 
 def download(hub_id: str) -> Path:
-    """The local snapshot of a hub model, fetched as far as it is not in the hub's cache.
+    """Return the local snapshot of a hub model; download the files that are not in the cache.
 
-    `CheckpointError` if the hub cannot be reached or does not give the model out.
+    Raises `CheckpointError` if the hub cannot be reached or refuses access to the model.
     """
-    # Imported here: it takes a while, and local files need none of it.
+    # Imported here: it is slow to import, and local files do not need it.
     from huggingface_hub import snapshot_download
 
     try:
@@ -39,7 +39,7 @@ def download(hub_id: str) -> Path:
         if (folder / "modules.json").is_file():
             snapshot_download(hub_id, allow_patterns=SENTENCE_PATTERNS)
         return folder
-    # Its errors share no base class: HTTP, cache, validation and socket errors come through.
+    # Its errors have no common base class: HTTP, cache, validation and socket errors are raised.
     except Exception as error:
         raise CheckpointError(
             f"{hub_id}: there is no such local path, and fetching it from the hub failed "

@@ -1,11 +1,12 @@
-"""Hugging Face model directories.
+"""Read Hugging Face model directories.
 
-Read are `config.json`, the weights, `generation_config.json` (`jaxinfer.loading.generation`), and,
-on `Checkpoint.tokenizer()`, the tokenizer files. The weights are, in this order: what
-`model.safetensors.index.json` lists, or another `*.safetensors.index.json` if it is the only one;
-`model.safetensors`; a whole set of shards `NAME-00001-of-0000N.safetensors`; the only other
-`.safetensors` file. Passed over are `consolidated*` (a publisher's second copy, with tensor names
-of its own) and `adapter_*`. Pickled weights (`.bin`, `.pt`, `.pth`, `.ckpt`) are never opened.
+The files that are read are `config.json`, the weights, `generation_config.json`
+(`jaxinfer.loading.generation`), and, on `Checkpoint.tokenizer()`, the tokenizer files. The weights
+are the first of these: the files that `model.safetensors.index.json` lists, or those of another
+`*.safetensors.index.json` if it is the only one; `model.safetensors`; a complete set of shards
+`NAME-00001-of-0000N.safetensors`; the only other `.safetensors` file. `consolidated*` (a
+publisher's second copy, with its own tensor names) and `adapter_*` are ignored. Pickled weights
+(`.bin`, `.pt`, `.pth`, `.ckpt`) are never opened.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 INDEX_FILE = "model" + INDEX_SUFFIX
-PASSED_OVER = ("consolidated", "adapter_")
+IGNORED_PREFIXES = ("consolidated", "adapter_")
 
 
 def open_huggingface(
@@ -40,8 +41,8 @@ def open_huggingface(
 ) -> Checkpoint:
     """Open the model directory `directory`.
 
-    Without `needs_weights` a configuration is enough: there are no tensors. `CheckpointError` lists
-    everything that is missing or damaged at once.
+    Without `needs_weights` only the configuration is required and there are no tensors. Raises one
+    `CheckpointError` that lists everything that is missing or damaged.
     """
     problems: list[str] = []
 
@@ -81,15 +82,15 @@ def open_huggingface(
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Those that the weights of a directory are read from, once it has been opened."""
-    kind, names = _chosen(directory)
+    """List the files that contain the weights of a directory that can be opened."""
+    kind, names = _find_weights(directory)
     if kind == "index":
         names = sorted(set(read_json_object(directory / names[0])["weight_map"].values()))
     return [directory / name for name in names]
 
 
 def _read_weights(directory: Path) -> dict[str, StoredTensor]:
-    kind, names = _chosen(directory)
+    kind, names = _find_weights(directory)
     if kind == "index":
         return _read_shards(directory, names[0])
     if kind == "single":
@@ -97,14 +98,17 @@ def _read_weights(directory: Path) -> dict[str, StoredTensor]:
     return _read_numbered(directory, names)
 
 
-def _chosen(directory: Path) -> tuple[Literal["index", "single", "numbered"], list[str]]:
-    """Which of its files say what the weights are; `CheckpointError` where none does."""
+def _find_weights(directory: Path) -> tuple[Literal["index", "single", "numbered"], list[str]]:
+    """Return the files that define the weights, and of what kind they are.
+
+    Raises `CheckpointError` if there are none.
+    """
     names = sorted(path.name for path in directory.iterdir())
-    indexes = [name for name in names if name.endswith(INDEX_SUFFIX) and _is_wanted(name)]
-    # The index decides where both exist: a stray single file is then a leftover or a shard.
+    indexes = [name for name in names if name.endswith(INDEX_SUFFIX) and _is_candidate(name)]
+    # If both exist, the index takes precedence: the single file is then a leftover or a shard.
     if INDEX_FILE in indexes:
         return "index", [INDEX_FILE]
-    files = [name for name in names if name.endswith(".safetensors") and _is_wanted(name)]
+    files = [name for name in names if name.endswith(".safetensors") and _is_candidate(name)]
     if WEIGHTS_FILE in files:
         return "single", [WEIGHTS_FILE]
     if len(indexes) == 1:
@@ -113,42 +117,43 @@ def _chosen(directory: Path) -> tuple[Literal["index", "single", "numbered"], li
         return "single", files
     if files:
         return "numbered", files
-    raise CheckpointError(_no_weights(names))
+    raise CheckpointError(_missing_weights_message(names))
 
 
-def _is_wanted(name: str) -> bool:
-    return not name.startswith(PASSED_OVER)
+def _is_candidate(name: str) -> bool:
+    return not name.startswith(IGNORED_PREFIXES)
 
 
-def _no_weights(names: Iterable[str]) -> str:
-    """Why a directory of these files has no weights, and the way out."""
+def _missing_weights_message(names: Iterable[str]) -> str:
+    """Say why a directory of these files has no weights, with a remedy."""
     pickles = [name for name in names if name.endswith(PICKLE_SUFFIXES)]
     others = [name for name in names if name.endswith(".safetensors")]
     if others:
         return (
-            f"holds {', '.join(others)}, which is no model in Hugging Face's layout (an adapter, "
-            f"or a publisher's own names of tensors); fetch {WEIGHTS_FILE} or the shards with "
-            f"{INDEX_FILE}"
+            f"has {', '.join(others)}, which is not a model in Hugging Face's layout (but an "
+            f"adapter, or weights with a publisher's own tensor names); fetch {WEIGHTS_FILE} or "
+            f"the shards with {INDEX_FILE}"
         )
     if pickles:
         return (
-            f"holds only pickled weights ({', '.join(pickles)}), which can run code when opened "
+            f"has only pickled weights ({', '.join(pickles)}), which can run code when opened "
             "and are refused; convert the model to safetensors (save_pretrained of transformers "
             "writes it) or use a repository that has it"
         )
     return (
-        f"holds no weights: neither {WEIGHTS_FILE} nor {INDEX_FILE}; fetch them, or run the "
+        f"has no weights: neither {WEIGHTS_FILE} nor {INDEX_FILE}; fetch them, or run the "
         "configuration with random weights (--set load_format=random)"
     )
 
 
 def _read_numbered(directory: Path, files: list[str]) -> dict[str, StoredTensor]:
-    """All tensors of one whole set of shards that comes without an index."""
+    """Read the tensors of a complete set of shards that has no index."""
     shards, *others = {shard_set(directory / name) for name in files}
     if shards is None or others:
         raise CheckpointError(
-            f"holds {', '.join(files)}, but neither {WEIGHTS_FILE} nor {INDEX_FILE} says which of "
-            f"them are the model; rename a single file to {WEIGHTS_FILE}, or fetch the index"
+            f"has {', '.join(files)}, but neither {WEIGHTS_FILE} nor an {INDEX_FILE} that says "
+            f"which of them are the model; rename a single file to {WEIGHTS_FILE}, or fetch the "
+            "index"
         )
     problems = [f"shard {name} is missing" for name in shards.names() if name not in files]
     tensors: dict[str, StoredTensor] = {}
@@ -159,7 +164,7 @@ def _read_numbered(directory: Path, files: list[str]) -> dict[str, StoredTensor]
             problems.append(str(error))
             continue
         twice = sorted(stored.keys() & tensors.keys())
-        problems += [f"{name} has tensor {tensor!r}, which another has too" for tensor in twice]
+        problems += [f"{name} has tensor {tensor!r}, as another shard does" for tensor in twice]
         tensors |= stored
     if problems:
         raise CheckpointError.listing(directory, problems)
@@ -167,7 +172,7 @@ def _read_numbered(directory: Path, files: list[str]) -> dict[str, StoredTensor]
 
 
 def _read_shards(directory: Path, index: str) -> dict[str, StoredTensor]:
-    """The tensors of all shards; index and shards must agree exactly."""
+    """Read the tensors of all shards; the index and the shards must agree exactly."""
     weight_map = read_json_object(directory / index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(
         isinstance(name, str) and name and name == Path(name).name for name in weight_map.values()

@@ -1,14 +1,14 @@
-"""Converted checkpoints: parameters as the models hold them, in arrays that Orbax keeps.
+"""Write and open converted checkpoints: the model's parameters as an Orbax checkpoint.
 
-    jaxinfer.json   the manifest: format version, family, number type, every parameter's shape, and
-                    of the tensors it came from the names, shapes and types
-    arrays/         the parameters, an Orbax checkpoint (OCDBT, Zarr 3, not compressed: the numbers
-                    of a model hardly shrink, and restoring them took twice as long)
-    header.gguf     of a GGUF file the key-values, with its tokenizer; or, of a Hugging Face
-    config.json ... directory all its files but the weights
+    jaxinfer.json   the manifest: format version, family, number type, the shape of every parameter,
+                    and the names, shapes and types of the source's tensors
+    arrays/         the parameters, an Orbax checkpoint (OCDBT, Zarr 3, uncompressed: compression
+                    hardly shrinks weights and doubled the time to restore them)
+    header.gguf     the key-values of a GGUF source, with its tokenizer; or
+    config.json ... all files of a Hugging Face source except its weights
 
-The model is built as it would be from the file it came from: the same functions read the same
-metadata. A quantized parameter is a tree of arrays, whose other fields the manifest keeps.
+The model is built as from its source: the same functions read the same metadata. A quantized
+parameter is a tree of arrays; the manifest has its other fields.
 """
 
 from __future__ import annotations
@@ -38,15 +38,16 @@ from jaxinfer.loading.gguf import open_gguf
 from jaxinfer.loading.gguf_header import copy_key_values
 from jaxinfer.loading.huggingface import INDEX_SUFFIX, open_huggingface
 from jaxinfer.loading.manifest import CONVERT_AGAIN, encode_parameter
-from jaxinfer.loading.output import check_output, put_in_place
+from jaxinfer.loading.output import check_output, replace_folder
 from jaxinfer.loading.restoring import handler, named_leaves, restore
 from jaxinfer.models.functional import FunctionalModel, Weights
 
 FORMAT_VERSION = 1
 HEADER_FILE = "header.gguf"
-# A device reads whole chunks. Small ones are cut to fit any sharding; a matrix of a 1B model has 8.
+# A device reads whole chunks, so chunks are small enough to fit any sharding; a matrix of a 1B
+# model has 8.
 CHUNK_BYTES = 4 * 2**20
-# A tensor that no parameter holds but the configuration is read from, as RoPE's factors, is short.
+# Tensors from which the configuration is read, such as RoPE's factors, are shorter than this.
 MAX_VALUE_ELEMENTS = 65_536
 DESCRIPTION_SUFFIXES = (".json", ".jinja", ".model", ".txt")
 
@@ -60,9 +61,9 @@ def write_converted(
     quantization: str | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Write a converted checkpoint into the folder `output`, which appears whole or not at all.
+    """Write a converted checkpoint to the folder `output`, which appears atomically.
 
-    `CheckpointError` if `check_output` refuses it, or it cannot be written.
+    Raises `CheckpointError` if `check_output` refuses the folder or it cannot be written.
     """
     check_output(checkpoint.path, output, overwrite=overwrite)
     try:
@@ -76,26 +77,29 @@ def write_converted(
             _write_arrays(folder / ARRAYS_FOLDER, model, weights)
             manifest = _manifest(checkpoint, model, weights, quantization)
             (folder / MANIFEST_FILE).write_text(json.dumps(manifest, indent=1) + "\n", "utf-8")
-            put_in_place(folder, output, Path(temporary) / "old")
+            replace_folder(folder, output, Path(temporary) / "old")
     except OSError as error:
         raise CheckpointError(f"{output}: cannot be written ({error})") from error
 
 
 def open_converted(directory: Path) -> Checkpoint:
-    """Open what `write_converted` wrote. `CheckpointError` for another version or a damaged one."""
+    """Open a converted checkpoint.
+
+    Raises `CheckpointError` for another format version or a damaged checkpoint.
+    """
     if not (directory / MANIFEST_FILE).exists():
         raise CheckpointError(
-            f"{directory}: holds converted arrays without their {MANIFEST_FILE}; {CONVERT_AGAIN}"
+            f"{directory}: has converted arrays but no {MANIFEST_FILE}; {CONVERT_AGAIN}"
         )
     manifest = read_json_object(directory / MANIFEST_FILE)
     version = manifest.get("format_version")
     if version != FORMAT_VERSION:
         raise CheckpointError(
-            f"{directory}: is of format version {version!r}; this build reads {FORMAT_VERSION}: "
+            f"{directory}: has format version {version!r}; this build reads {FORMAT_VERSION}: "
             f"{CONVERT_AGAIN}"
         )
     if not (directory / ARRAYS_FOLDER).is_dir():
-        raise CheckpointError(f"{directory}: holds no {ARRAYS_FOLDER} folder; {CONVERT_AGAIN}")
+        raise CheckpointError(f"{directory}: has no {ARRAYS_FOLDER} folder; {CONVERT_AGAIN}")
     is_gguf = manifest.get("source_format") == "gguf"
     described = (
         open_gguf(directory / HEADER_FILE)
@@ -105,7 +109,7 @@ def open_converted(directory: Path) -> Checkpoint:
     try:
         values = manifest["values"]
         tensors = {
-            name: _without_data(directory, name, tuple(shape), dtype, values.get(name))
+            name: _converted_tensor(directory, name, tuple(shape), dtype, values.get(name))
             for name, (dtype, shape) in manifest["tensors"].items()
         }
         quantization = manifest["quantization"]
@@ -124,7 +128,7 @@ def open_converted(directory: Path) -> Checkpoint:
 
 
 def _write_description(checkpoint: Checkpoint, folder: Path) -> None:
-    """Everything of the source that describes the model: small files, or the GGUF key-values."""
+    """Copy the source's description of the model: its small files, or the GGUF key-values."""
     source = checkpoint.path
     if checkpoint.format == "gguf":
         header = source if checkpoint.restore is None else source / HEADER_FILE
@@ -133,8 +137,8 @@ def _write_description(checkpoint: Checkpoint, folder: Path) -> None:
     for path in sorted(source.rglob("*")):
         name = path.relative_to(source)
         is_hidden = any(part.startswith(".") for part in name.parts)
-        is_ours = name.parts[0] in (ARRAYS_FOLDER, MANIFEST_FILE)
-        if is_hidden or is_ours or name.name.endswith(INDEX_SUFFIX):
+        is_converted = name.parts[0] in (ARRAYS_FOLDER, MANIFEST_FILE)
+        if is_hidden or is_converted or name.name.endswith(INDEX_SUFFIX):
             continue
         if path.is_file() and path.suffix in DESCRIPTION_SUFFIXES:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -163,10 +167,10 @@ def _manifest(
 
 
 def _short_values(checkpoint: Checkpoint, model: FunctionalModel) -> dict[str, list[float]]:
-    """Those of the short tensors that belong to no parameter: configurations are read from them."""
+    """Return the values of short tensors that belong to no parameter: configurations use them."""
     family = model.family
-    table_of: Any = family.gguf_weights if checkpoint.format == "gguf" else family.hf_weights
-    table = table_of(model.config)
+    make_table: Any = family.gguf_weights if checkpoint.format == "gguf" else family.hf_weights
+    table = make_table(model.config)
     return {
         name: tensor.read().astype(np.float64).tolist()
         for name, tensor in checkpoint.tensors.items()
@@ -176,16 +180,16 @@ def _short_values(checkpoint: Checkpoint, model: FunctionalModel) -> dict[str, l
     }
 
 
-def _without_data(
+def _converted_tensor(
     directory: Path, name: str, shape: tuple[int, ...], dtype: str, values: Any
 ) -> StoredTensor:
-    """What is left of a tensor that was converted."""
+    """Describe a tensor of the source, of which only short ones still have values."""
 
     def read(dequantized: np.dtype[Any]) -> np.ndarray:
         if values is None:
             raise CheckpointError(
-                f"{directory}: holds parameters, not the tensor {name!r} they were made from; use "
-                "the original checkpoint for that"
+                f"{directory}: has converted parameters, not the tensor {name!r}; use the original "
+                "checkpoint for that"
             )
         return np.asarray(values, dequantized).reshape(shape)
 
@@ -196,6 +200,6 @@ def _write_arrays(folder: Path, model: FunctionalModel, weights: Weights) -> Non
     arrays: dict[str, jax.Array] = {}
     for spec, weight in zip(model.parameters, weights, strict=True):
         arrays.update(named_leaves(spec.path, weight))
-    cut = {name: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES) for name in arrays}
+    save_args = {name: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES) for name in arrays}
     with ocp.Checkpointer(handler()) as checkpointer:
-        checkpointer.save(folder.absolute(), args=ocp.args.PyTreeSave(arrays, save_args=cut))
+        checkpointer.save(folder.absolute(), args=ocp.args.PyTreeSave(arrays, save_args=save_args))

@@ -1,4 +1,4 @@
-"""The folder that a conversion writes: what it may be, and how it takes the place of an old one."""
+"""Check the output folder of a conversion, and replace an older one atomically."""
 
 from __future__ import annotations
 
@@ -9,23 +9,27 @@ from jaxinfer.loading.checkpoint import CheckpointError
 
 
 def check_output(source: Path | None, output: Path, *, overwrite: bool) -> None:
-    """Refuse (`CheckpointError`) a folder that is there already, unless `overwrite`, and one that
-    is the source, lies in it or holds it: to replace it would take the source away. `source` None:
-    not known yet."""
+    """Raise `CheckpointError` for an output folder that must not be written.
+
+    That is a folder that exists, unless `overwrite`, and one that is the source, is inside it or
+    contains it: replacing it would delete the source. `source` is None if it is not known yet.
+    """
     if output.exists() and not overwrite:
         raise CheckpointError(f"{output}: exists; choose another folder, or pass --overwrite")
     if source is None:
         return
-    ours, theirs = output.resolve(), source.resolve()
-    if ours == theirs or ours in theirs.parents or theirs in ours.parents:
+    target, original = output.resolve(), source.resolve()
+    if target == original or target in original.parents or original in target.parents:
         raise CheckpointError(
-            f"{output}: is the source {source}, lies in it or holds it; choose a folder beside it"
+            f"{output}: is the source {source}, is inside it or contains it; choose another folder"
         )
 
 
-def put_in_place(new: Path, output: Path, aside: Path) -> None:
-    """Rename `new` to `output`; what is there goes `aside`, and comes back if that fails. All
-    three on one file system."""
+def replace_folder(new: Path, output: Path, aside: Path) -> None:
+    """Rename `new` to `output`, after moving an existing `output` to `aside`.
+
+    If that fails, the old folder is restored. All three must be on one file system.
+    """
     try:
         if output.exists():
             os.replace(output, aside)

@@ -1,4 +1,4 @@
-"""Quantizing a model's weights here, for checkpoints that are not."""
+"""Quantize a model's weights while loading an unquantized checkpoint."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from jaxinfer.models.functional import ParameterSpec
 from jaxinfer.nn.quantized import Quantized, QuantPair, QuantWeight
 from jaxinfer.options import ConfigError
 
-CHUNK_WEIGHTS = 2**18  # quantized at once: the temporaries are float32, a few for each weight
-MIN_COLUMNS = 32  # of a chunk: a cache line of bfloat16
+CHUNK_WEIGHTS = 2**18  # quantized at once; the float32 temporaries are a few times larger
+MIN_COLUMNS = 32  # in a chunk: a cache line of bfloat16 is 32 numbers
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How a product's weight is quantized, and x with it where `activation_dtype` is set."""
+    """How a matmul's weight is quantized, and its activations if `activation_dtype` is set."""
 
     bits: int
-    max_group_size: int | None = None  # rows that share a scale, where D allows; None: all of D
+    max_group_size: int | None = None  # rows that share a scale; None: all D rows
     has_zeros: bool = False
     is_float: bool = False
     scale_dtype: Any = np.float32
@@ -41,8 +41,8 @@ class Recipe:
         return group if group >= 16 else D
 
 
-# Groups of 128 are what int4 checkpoints have; with their float16 scale and zero point they take
-# 4.25 bits a weight.
+# int4 checkpoints usually have groups of 128; with a float16 scale and zero point for each group
+# they take 4.25 bits per weight.
 RECIPES: Mapping[str, Recipe] = {
     "int8": Recipe(8),
     "int4": Recipe(4, max_group_size=128, has_zeros=True, scale_dtype=np.float16),
@@ -53,24 +53,27 @@ RECIPES: Mapping[str, Recipe] = {
 
 
 def get_recipe(kind: str) -> Recipe:
-    """`ConfigError` for an unknown `kind`."""
+    """Return the recipe of this name; raise `ConfigError` if there is none."""
     if kind not in RECIPES:
         raise ConfigError(f"quantize is {kind!r}; it must be one of {', '.join(RECIPES)}")
     return RECIPES[kind]
 
 
 def can_quantize(spec: ParameterSpec, recipe: Recipe) -> bool:
-    """Whether it is a matrix that its product takes quantized so: of linear layers, of gate and up,
-    and of experts. The embedding, which a tied head shares, stays as it is."""
+    """Whether the matmul of a parameter takes it quantized by the recipe.
+
+    These are the matrices of linear layers, of gate and up, and of experts. The embedding, which a
+    tied head shares, is not quantized.
+    """
     return spec.packs == "matrix" and (recipe.bits == 8 or spec.shape[-2] % 2 == 0)
 
 
 def quantize_parameter(spec: ParameterSpec, array: np.ndarray, recipe: Recipe) -> Quantized:
-    """A parameter of `spec.shape`, in NumPy arrays, a chunk of columns of one matrix at a time."""
+    """Quantize a parameter of `spec.shape` to NumPy arrays, in chunks of columns of one matrix."""
     *lead, D, F = array.shape
     group = recipe.group_size(D)
 
-    def of_columns(item: tuple[int, ...], start: int) -> QuantArray:
+    def quantize_columns(item: tuple[int, ...], start: int) -> QuantArray:
         return quantize(
             np.asarray(array[item][:, start : start + step]),
             recipe.bits,
@@ -84,15 +87,15 @@ def quantize_parameter(spec: ParameterSpec, array: np.ndarray, recipe: Recipe) -
     whole: Any = None
     for item in np.ndindex(*lead):
         for start in range(0, F, step):
-            part = of_columns(item, start)
+            part = quantize_columns(item, start)
             if whole is None:
                 whole = jax.tree.map(lambda a: np.empty((*lead, len(a), F), a.dtype), part)
             for target, source in zip(jax.tree.leaves(whole), jax.tree.leaves(part), strict=True):
                 target[item][:, start : start + step] = source
     if recipe.activation_dtype is None:
         return whole
-    quantizes = lambda weight: QuantWeight(weight, activation_dtype=recipe.activation_dtype)
+    as_weight = lambda weight: QuantWeight(weight, activation_dtype=recipe.activation_dtype)
     if spec.axes[0] == "half":
-        return QuantPair(quantizes(whole[0]), quantizes(whole[1]))
-    # A product of experts takes x as it is.
-    return quantizes(whole) if array.ndim == 2 else whole
+        return QuantPair(as_weight(whole[0]), as_weight(whole[1]))
+    # The experts' matmul takes unquantized activations.
+    return as_weight(whole) if array.ndim == 2 else whole

@@ -1,7 +1,7 @@
-"""Random weights for any configuration: to measure speed and memory, or to try a new family.
+"""Draw random weights for any configuration, to measure speed and memory or to try a new family.
 
-Drawn on the devices, each its own slice, from a seed and the parameter's path: the numbers are the
-same however they are sharded (threefry counts positions, not calls).
+Each device draws its own slice, from the seed and the parameter's path. The numbers do not depend
+on the sharding, because threefry is a function of positions, not of the order of calls.
 """
 
 from __future__ import annotations
@@ -34,11 +34,13 @@ def random_weights(
     quantize: str | None = None,
     on_progress: Callable[[int], Any] = lambda num_bytes: None,
 ) -> Weights:
-    """The model's weights in its own order: matrices normal with a variance of 1 / inputs, so that
-    activations keep their size; norms' weights 1; biases and other corrections 0.
+    """Draw the model's weights, in the order of its parameters.
 
-    `quantize` (a key of `quantize.RECIPES`) quantizes products' weights, each drawn whole on one
-    device of every process. `on_progress` gets the bytes of each parameter as it is asked for.
+    Matrices are normal with a variance of 1 / inputs, so that activations keep their magnitude;
+    the weights of norms are 1; biases and other corrections are 0. `quantize` (a key of
+    `quantize.RECIPES`) quantizes the weights of matmuls, each of which is drawn whole on one device
+    of every process. `on_progress` is called with the bytes of each parameter when it is
+    dispatched.
     """
     recipe = None if quantize is None else get_recipe(quantize)
     weights = []
@@ -72,15 +74,15 @@ def _draw(target: LoadTarget, seed: int) -> jax.Array:
         return jnp.ones(spec.shape, spec.dtype, device=sharding)
     if "bias" in name or len(source.shape) < 2:  # sinks and other corrections too
         return jnp.zeros(spec.shape, spec.dtype, device=sharding)
-    # A table of vectors is read row by row, and as a tied head multiplied with its last axis.
+    # An embedding is looked up by row, and a tied head multiplies its last axis.
     num_inputs = source.shape[-1] if source.axes[0] == "vocab" else source.shape[-2]
     names = np.array([zlib.crc32(s.path.encode()) for s in target.sources], np.uint32)
     key = np.asarray(jax.random.key_data(jax.random.key(seed)))  # the same in every process
-    form = (source.shape, source.dtype, target.is_stacked, target.repeats, sharding)
-    return _normal(key, names, num_inputs**-0.5, *form)
+    static = (source.shape, source.dtype, target.is_stacked, target.repeats, sharding)
+    return _normal(key, names, num_inputs**-0.5, *static)
 
 
-# One program a shape, type and sharding; scale, key and names are arguments.
+# One program per shape, type and sharding; scale, key and names are arguments.
 @partial(jax.jit, static_argnames=("shape", "dtype", "is_stacked", "repeats", "sharding"))
 def _normal(
     key: jax.Array,
@@ -92,11 +94,11 @@ def _normal(
     repeats: HeadRepeats | None,
     sharding: Sharding,
 ) -> jax.Array:
-    """A parameter for each of the names, stacked or alone."""
+    """Draw one parameter, or one for each of the names, stacked."""
 
     def draw(name: jax.Array) -> jax.Array:
-        own_key = jax.random.fold_in(jax.random.wrap_key_data(key), name)
-        values = jax.random.normal(own_key, shape, dtype) * jnp.asarray(scale, dtype)
+        name_key = jax.random.fold_in(jax.random.wrap_key_data(key), name)
+        values = jax.random.normal(name_key, shape, dtype) * jnp.asarray(scale, dtype)
         if repeats is None:
             return values
         index = repeats.stored_indices(repeats.repeated_shape(shape)[repeats.axis])

@@ -1,9 +1,9 @@
-"""The header of a `.safetensors` file, checked against the file's size.
+"""Read the header of a `.safetensors` file, checked against the file's size.
 
-The `safetensors` package's numpy reader has no bfloat16, so the format is read here: eight bytes of
-header length (little-endian), a JSON object of `{name: {dtype, shape, data_offsets}}`, then the
-data. As its specification asks, the data must be covered exactly: no overlap, no gap. Numbers of 4
-bits come as the bytes that hold two of them, uint8 [..., n / 2].
+The `safetensors` package's NumPy reader does not support bfloat16, so the format is read here:
+eight bytes of header length (little-endian), a JSON object of `{name: {dtype, shape,
+data_offsets}}`, then the data. As the specification requires, the tensors must cover the data
+exactly, without overlap or gap. 4-bit numbers are read as bytes of two numbers, uint8 [..., n / 2].
 """
 
 from __future__ import annotations
@@ -17,33 +17,34 @@ import numpy as np
 
 from jaxinfer.loading.checkpoint import PLAIN_DTYPES, Bytes, CheckpointError, StoredTensor
 
-F4 = "F4"  # two numbers in a byte, and the shape counts numbers: read as the bytes
+F4 = "F4"  # two numbers per byte; the shape counts numbers
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format's own reader
 
 
 def read_safetensors(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of one file, by name; nothing but the header is read.
+    """Return the tensors of one file, by name; only the header is read.
 
-    `CheckpointError` for a file that is no safetensors file, is truncated, or whose header does
-    not fit its data, with all that is wrong in the header at once.
+    Raises `CheckpointError` for a file that is not a safetensors file, is truncated, or whose
+    header does not match its data; one error lists all problems of the header.
     """
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            # Checked before reading: a read allocates what it is asked for.
+            # Checked first, because a read allocates the requested size.
             is_whole = size >= 8 and length <= size - 8
             raw = file.read(length) if is_whole and length <= MAX_HEADER_BYTES else b""
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error})") from error
     if not is_whole:
         raise CheckpointError(
-            f"{path}: no safetensors file, or truncated: it has {size:,} bytes, and a header of "
-            f"{length:,} is announced; fetch the file again"
+            f"{path}: not a safetensors file, or truncated: it has {size:,} bytes, but states a "
+            f"header of {length:,}; fetch the file again"
         )
     if length > MAX_HEADER_BYTES:
         raise CheckpointError(
-            f"{path}: a header of {length:,} bytes is more than the limit of {MAX_HEADER_BYTES:,}"
+            f"{path}: a header of {length:,} bytes is more than the limit of "
+            f"{MAX_HEADER_BYTES:,}; this is not a usual checkpoint's file, fetch it again"
         )
     try:
         header = json.loads(raw)
@@ -79,7 +80,7 @@ def _tensors(
 
 
 def _entry(entry: Any) -> tuple[str, tuple[int, ...], int, int]:
-    """dtype, shape and offsets of one header entry; `ValueError` says what is wrong with it."""
+    """Return dtype, shape and offsets of a header entry; raise `ValueError` if invalid."""
     if not isinstance(entry, dict):
         raise ValueError(f"is described by {entry!r}, not by an object")
     dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
@@ -95,7 +96,7 @@ def _entry(entry: Any) -> tuple[str, tuple[int, ...], int, int]:
         raise ValueError(f"has data_offsets {offsets!r}, not two offsets")
     if dtype == F4:
         if not shape or shape[-1] % 2:
-            raise ValueError(f"of {dtype} has shape {shape}, whose last number is not even")
+            raise ValueError(f"of {dtype} has shape {shape}, whose last dimension is odd")
         shape = [*shape[:-1], shape[-1] // 2]
     begin, end = offsets
     nbytes = math.prod(shape) * (1 if dtype == F4 else PLAIN_DTYPES[dtype].itemsize)
@@ -111,7 +112,7 @@ def _are_sizes(values: list[Any]) -> bool:
 
 
 def _layout_problems(spans: list[tuple[int, int, str]], data_size: int) -> list[str]:
-    """What keeps the sorted `spans` from covering the data exactly once."""
+    """List the reasons why the sorted `spans` do not cover the data exactly once."""
     problems: list[str] = []
     covered = 0
     for begin, end, name in spans:
@@ -125,5 +126,5 @@ def _layout_problems(spans: list[tuple[int, int, str]], data_size: int) -> list[
             "truncated, fetch it again"
         )
     elif covered < data_size:
-        problems.append(f"{data_size - covered:,} bytes after the last tensor belong to none")
+        problems.append(f"{data_size - covered:,} bytes after the last tensor belong to no tensor")
     return problems

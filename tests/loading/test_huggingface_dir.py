@@ -209,8 +209,8 @@ def test_an_index_cannot_reach_outside_its_directory(name, tmp_path):
         ([], "not an object"),
         ({"w": 5}, "described by 5"),
         ({"w": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]}}, "dtype 'F6_E2M3'"),
-        ({"w": {"dtype": "F4", "shape": [3], "data_offsets": [0, 1]}}, "is not even"),
-        ({"w": {"dtype": "F4", "shape": [], "data_offsets": [0, 1]}}, "is not even"),
+        ({"w": {"dtype": "F4", "shape": [3], "data_offsets": [0, 1]}}, "is odd"),
+        ({"w": {"dtype": "F4", "shape": [], "data_offsets": [0, 1]}}, "is odd"),
         ({"w": {"dtype": "F4", "shape": [4], "data_offsets": [0, 4]}}, "needs 2 bytes"),
         ({"w": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}, "has shape [-1]"),
         ({"w": {"dtype": "F32", "shape": [True], "data_offsets": [0, 4]}}, "has shape [True]"),
@@ -219,7 +219,7 @@ def test_an_index_cannot_reach_outside_its_directory(name, tmp_path):
         ({"w": {"dtype": "F32", "shape": [1], "data_offsets": [4, 0]}}, "needs 4 bytes"),
         ({"w": {"dtype": "F32", "shape": [2**62, 4], "data_offsets": [0, 64]}}, "needs 73,786,97"),
         ({"w": {"dtype": "F32", "shape": [32], "data_offsets": [0, 128]}}, "truncated"),
-        ({"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}, "belong to none"),
+        ({"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}, "belong to no tensor"),
         ({"w": {"dtype": "F32", "shape": [4], "data_offsets": [48, 64]}}, "follows a gap"),
         (
             {
@@ -300,14 +300,14 @@ def test_an_index_of_another_name_is_used_if_it_is_the_only_one(tmp_path):
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (("consolidated.safetensors",), "a publisher's own names"),
+        (("consolidated.safetensors",), "a publisher's own tensor names"),
         (("adapter_model.safetensors",), "an adapter"),
         (("a.safetensors", "b.safetensors"), "rename a single file to model.safetensors"),
         (("m-00001-of-00002.safetensors",), "shard m-00002-of-00002.safetensors is missing"),
         (("m-00001-of-00002.safetensors", "x.safetensors"), "fetch the index"),
         (("m-00001-of-00001.safetensors", "n-00001-of-00001.safetensors"), "fetch the index"),
         (("m-00001-of-00002.safetensors", "m-00001-of-00003.safetensors"), "fetch the index"),
-        (("m-00001-of-99999.safetensors",), "claims 99,999 shards; 1 to 1,000 are possible"),
+        (("m-00001-of-99999.safetensors",), "claims 99,999 shards; 1 to 1,000 are allowed"),
     ],
 )
 def test_weights_files_that_are_no_model_are_named_in_a_line(names, message, tmp_path):
@@ -322,13 +322,13 @@ def test_shards_without_an_index_that_hold_a_tensor_twice_are_refused(tmp_path):
     write_json(tmp_path / "config.json", {})
     for i in (1, 2):
         write_safetensors(tmp_path / f"m-0000{i}-of-00002.safetensors", tensors_named("a"))
-    assert "has tensor 'a', which another has too" in refused(tmp_path)
+    assert "has tensor 'a', as another shard does" in refused(tmp_path)
 
 
 def test_an_empty_directory_lists_all_it_lacks(tmp_path):
     said = refused(tmp_path)
     assert "config.json" in said
-    assert "holds no weights" in said
+    assert "has no weights" in said
 
 
 @pytest.mark.parametrize(

@@ -304,12 +304,12 @@ def edit(directory: Path, **changes: object) -> None:
 
 def test_a_missing_manifest_is_named(copy):
     (copy / "jaxinfer.json").unlink()
-    assert "without their jaxinfer.json" in refused(copy)
+    assert "but no jaxinfer.json" in refused(copy)
 
 
 def test_missing_arrays_are_named(copy):
     shutil.rmtree(copy / "arrays")
-    assert "holds no arrays folder" in refused(copy)
+    assert "has no arrays folder" in refused(copy)
 
 
 def test_another_format_version_is_refused(copy):

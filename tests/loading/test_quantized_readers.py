@@ -372,7 +372,8 @@ def test_all_that_is_wrong_with_a_quantized_checkpoint_at_once(tmp_path):
     write_safetensors(folder / "model.safetensors", tensors)
     with pytest.raises(CheckpointError) as error:
         open_checkpoint(folder)
-    assert f"{layer}.q_proj.scales is missing beside {layer}.q_proj.qweight" in str(error.value)
+    missing = f"{layer}.q_proj.scales is missing, although the file has {layer}.q_proj.qweight"
+    assert missing in str(error.value)
     assert f"{layer}.k_proj.scales has shape [2, 31]; expected [2, 32]" in str(error.value)
 
 

@@ -184,7 +184,7 @@ def test_a_directory_without_tokenizer_opens_and_says_so_when_asked(tmp_path):
     write_model(tmp_path, backend())
     (tmp_path / "tokenizer.json").unlink()
     checkpoint = open_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match=r"holds no tokenizer\.json, nor tokenizer\.model"):
+    with pytest.raises(CheckpointError, match=r"has no tokenizer\.json, nor tokenizer\.model"):
         checkpoint.tokenizer()
 
 

@@ -71,7 +71,7 @@ def write_vocabulary(path: Path, change: str) -> Path:
         ("pre", ["'no-such-rule' is not known", "smollm", "llama-bpe", "tokenizer.json"]),
         ("no pre", ["tokenizer.ggml.pre is missing", "convert the model again"]),
         ("merge", ["merge 1 is 'b c'", "merge 2 is 'ab'"]),
-        ("merges", ["merges is no list"]),
+        ("merges", ["merges is not a list"]),
         ("types", ["4 tokens but 1 token types"]),
         ("type", ["token_type 1 is 7, one of 0 to 6", "token_type 2 is -1"]),
         ("duplicate", ["token 'a' has ids 0 and 1"]),
@@ -144,7 +144,7 @@ def test_tokens_end_an_answer_by_their_text_too(named, others, ends, tmp_path):
 def test_a_file_without_a_vocabulary_opens_but_has_no_tokenizer(tmp_path):
     files.finish(files.new_writer(tmp_path / "a.gguf"))
     checkpoint = open_checkpoint(tmp_path / "a.gguf")
-    with pytest.raises(CheckpointError, match="holds no tokenizer"):
+    with pytest.raises(CheckpointError, match="has no tokenizer"):
         checkpoint.tokenizer()
 
 

@@ -1,1 +1,1 @@
-"""Quantized weights of every stored format, read as they are: values, scales and zero points."""
+"""Read the quantized weights of every stored format: values, scales and zero points."""

@@ -1,6 +1,6 @@
-"""The `quantization_config` of the compressed-tensors library: its groups of layers, each a method.
+"""Read the `quantization_config` of the compressed-tensors library: a method for each layer group.
 
-What its files hold is in `compressed.py`.
+The layout of its files is in `compressed.py`.
 """
 
 from __future__ import annotations
@@ -12,56 +12,57 @@ from typing import Any
 
 from jaxinfer.loading.quantized.compressed import read_packed
 from jaxinfer.loading.quantized.methods import (
-    Method,
     Parts,
+    QuantMethod,
     blocks,
-    check,
-    fit,
-    matrix,
+    check_options,
+    check_shapes,
+    get_object,
+    matrix_shape,
     plain,
-    section,
 )
 
-CLASS = "Linear"  # as a target: the layers of this class
+CLASS = "Linear"  # as a target, it selects all layers of this class
 FORMATS = {
     "int-quantized": "int8",
     "float-quantized": "float8_e4m3fn",
-    "naive-quantized": None,  # by the type of the values
+    "naive-quantized": None,  # of the type of the values
     "pack-quantized": None,
 }
 
 
-def compressed_tensors(config: Mapping[str, Any]) -> tuple[Method, ...]:
-    groups = section(config, "config_groups")
+def compressed_tensors(config: Mapping[str, Any]) -> tuple[QuantMethod, ...]:
+    """Return the methods of the config's groups; raise `ValueError` for unsupported options."""
+    groups = get_object(config, "config_groups")
     if not groups:
         raise ValueError("it has no config_groups")
-    sparsity = section(config, "sparsity_config").get("format", "dense")
-    transforms = section(config, "transform_config").get("config_groups", {})
-    others = {k: v for k, v in section(config, "transform_config").items() if k != "config_groups"}
-    check(
+    sparsity = get_object(config, "sparsity_config").get("format", "dense")
+    others = dict(get_object(config, "transform_config"))
+    transforms = others.pop("config_groups", {})
+    check_options(
         {
             "sparsity_config's format": (sparsity, ("dense",)),
-            # Rotations of x (Hadamard), without which the weights mean something else.
+            # Rotations of x (Hadamard transforms), on which the weights depend.
             "transform_config": (transforms or others or None, (None,)),
         }
     )
     found = []
     for name in groups:
-        group = section(groups, name)
+        group = get_object(groups, name)
         kind: Any = group.get("format") or config.get("format")
-        check(
+        check_options(
             {
                 "format": (kind, tuple(FORMATS)),
                 "output_activations": (group.get("output_activations"), (None,)),
             }
         )
-        method = _of_group(kind, section(group, "weights"), group.get("input_activations"))
+        method = _group_method(kind, get_object(group, "weights"), group.get("input_activations"))
         found.append(dataclasses.replace(method, **_targets(group.get("targets", ["Linear"]))))
     return tuple(found)
 
 
 def _targets(targets: Any) -> dict[str, Any]:
-    """`Method`'s fields. Which layers are ignored shows by their tensors."""
+    """Return a `QuantMethod`'s target fields. Ignored layers are recognized by their tensors."""
     if not isinstance(targets, list) or not all(isinstance(t, str) for t in targets):
         raise ValueError(f"targets is {targets!r}; it must be a list of names")
     try:
@@ -69,33 +70,33 @@ def _targets(targets: Any) -> dict[str, Any]:
     except re.error as error:
         raise ValueError(f"targets is {targets!r}; {error} in a regular expression") from error
     names = frozenset(targets) - {CLASS}
-    return {"names": names, "patterns": patterns, "is_of_rest": CLASS in targets}
+    return {"names": names, "patterns": patterns, "is_fallback": CLASS in targets}
 
 
-def _of_group(
+def _group_method(
     kind: str, weights: Mapping[str, Any], activations: Mapping[str, Any] | None
-) -> Method:
-    """One config group: the scheme of its weights and of their x."""
+) -> QuantMethod:
+    """Return the method of a config group, from the schemes of its weights and activations."""
     values = (weights.get("type", "int"), weights.get("num_bits", 8))
     strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "tensor")
-    check({"weights' strategy": (strategy, ("channel", "tensor", "group", "block"))})
+    check_options({"weights' strategy": (strategy, ("channel", "tensor", "group", "block"))})
     if strategy == "block":
-        return _blocks(kind, weights, activations)
+        return _block_method(kind, weights, activations)
     if kind == "pack-quantized":
-        check(
+        check_options(
             {
                 "weights' type and num_bits": (values, (("int", 4), ("int", 8))),
                 "input_activations": (activations, (None,)),
             }
         )
-        return _packed(values[1])
-    check({"weights' type and num_bits": (values, (("int", 8), ("float", 8)))})
+        return _packed_method(values[1])
+    check_options({"weights' type and num_bits": (values, (("int", 8), ("float", 8)))})
     dtype = "int8" if values[0] == "int" else "float8_e4m3fn"
-    check({"format": (kind, [k for k, t in FORMATS.items() if t in (None, dtype)])})
+    check_options({"format": (kind, [k for k, t in FORMATS.items() if t in (None, dtype)])})
     if activations is None:
         return plain(dtype, is_weight_only=True)
     is_static = not activations.get("dynamic", False)
-    check(
+    check_options(
         {
             "input_activations' type and num_bits": (
                 (activations.get("type", "int"), activations.get("num_bits", 8)),
@@ -111,35 +112,37 @@ def _of_group(
     return plain(dtype, is_static=is_static)
 
 
-def _blocks(kind: str, weights: Mapping[str, Any], activations: Mapping[str, Any] | None) -> Method:
-    """float8 with a scale for each block, and x, as that of DeepSeek-V3, as it is."""
-    by = activations or {}
-    check(
+def _block_method(
+    kind: str, weights: Mapping[str, Any], activations: Mapping[str, Any] | None
+) -> QuantMethod:
+    """Return the method of float8 with a scale for each block; x is not quantized."""
+    inputs = activations or {}
+    check_options(
         {
             "format": (kind, [k for k, t in FORMATS.items() if t == "float8_e4m3fn"]),
             "weights' type": (weights.get("type"), ("float",)),
             "weights' num_bits": (weights.get("num_bits"), (8,)),
             "weights' symmetric": (weights.get("symmetric", True), (True,)),
-            "input_activations' type": (by.get("type", "float"), ("float",)),
-            "input_activations' num_bits": (by.get("num_bits", 8), (8,)),
-            "input_activations' dynamic": (by.get("dynamic", True), (True,)),
+            "input_activations' type": (inputs.get("type", "float"), ("float",)),
+            "input_activations' num_bits": (inputs.get("num_bits", 8), (8,)),
+            "input_activations' dynamic": (inputs.get("dynamic", True), (True,)),
         }
     )
     return blocks(weights.get("block_structure"), "weights' block_structure", ".weight_scale")
 
 
-def _packed(bits: int) -> Method:
-    """Integers in int32 along the inputs; weights alone."""
+def _packed_method(bits: int) -> QuantMethod:
+    """Return the method of integers packed in int32 along the inputs; x is not quantized."""
     count = 32 // bits
 
     def shape(parts: Parts) -> tuple[int, ...]:
-        matrix(parts[".weight_packed"])
+        matrix_shape(parts[".weight_packed"])
         F, D = map(int, parts[".weight_shape"].read().reshape(-1)[:2])
         scales = tuple(parts[".weight_scale"].shape)
         groups = scales[1] if len(scales) == 2 else 1
         if groups < 1 or D % groups:
             raise ValueError(f"{groups} groups do not divide its {D} inputs")
-        fit(
+        check_shapes(
             parts,
             {
                 ".weight_packed": [(F, -(-D // count))],
@@ -160,4 +163,4 @@ def _packed(bits: int) -> Method:
     )
     required = (".weight_packed", ".weight_scale", ".weight_shape")
     optional = (".weight_zero_point", ".weight_g_idx")
-    return Method(f"int{bits} tensors", ".weight_packed", required, shape, read, optional)
+    return QuantMethod(f"int{bits} tensors", ".weight_packed", required, shape, read, optional)

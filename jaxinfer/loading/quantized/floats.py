@@ -1,4 +1,4 @@
-"""float8 weights with a scale for each block, as DeepSeek-V3 stores them (arXiv:2412.19437)."""
+"""Read float8 weights with a scale for each block, as in DeepSeek-V3 (arXiv:2412.19437)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def read_block_float8(
     scales: Float[np.ndarray, "row_blocks column_blocks"],
     block: tuple[int, int],
 ) -> QuantRows:
-    """`w = weight * scales` of its block; exact. Blocks at the edges may be cut.
+    """Read `w = weight * scale`, exactly, with one scale per block. Edge blocks may be partial.
 
-    Scales are repeated over the rows of a block (4 bytes each 128 weights: 1.03 bytes a weight),
-    and where the last block of inputs is cut, over groups that divide the inputs. The checkpoint's
-    own arithmetic quantizes x by groups too; here x stays as it is, which is more exact.
+    Scales are repeated over the rows of a block (4 bytes per 128 weights: 1.03 bytes per weight)
+    and, if the last block of inputs is partial, over groups that divide the inputs. The model's
+    original arithmetic also quantizes x by groups; here x is not quantized, which is more exact.
     """
     (out_dim, in_dim), (rows, columns) = weight.shape, block
     group = math.gcd(in_dim, columns)

@@ -1,18 +1,18 @@
-"""The block-quantized types of GGUF that stay packed: Q8_0, Q4_0, Q4_1, Q4_K, Q6_K and MXFP4.
+"""Read the block-quantized GGUF types that stay packed: Q8_0, Q4_0, Q4_1, Q4_K, Q6_K and MXFP4.
 
-A row of a tensor is a sequence of blocks, each with its scales. What each type becomes:
+A row of a tensor is a sequence of blocks, each with its scales. The types are read as:
 
-    type   weights a block, groups      values    here, bytes a weight   in the file
-    Q8_0   32, one of 32                int8      1.06                   1.06
-    Q4_0   32, one of 32                4 bits    0.56                   0.56
-    Q4_1   32, one of 32, minimum       4 bits    0.63                   0.63
-    Q4_K   256, 8 of 32, minimum        4 bits    0.63                   0.56
-    Q6_K   256, 16 of 16                int8      1.13                   0.82
-    MXFP4  32, one of 32                int8      1.06                   0.53
+    type   weights per block, groups    values    bytes per weight   in the file
+    Q8_0   32, one of 32                int8      1.06               1.06
+    Q4_0   32, one of 32                4 bits    0.56               0.56
+    Q4_1   32, one of 32, minimum       4 bits    0.63               0.63
+    Q4_K   256, 8 of 32, minimum        4 bits    0.63               0.56
+    Q6_K   256, 16 of 16                int8      1.13               0.82
+    MXFP4  32, one of 32                int8      1.06               0.53
 
-Q8_0, Q4_0 and MXFP4 are exact. Scales are float16 (MXFP4's bfloat16), and products of two numbers
-in the K types, which are rounded to that: by 2 ** -11, relative. A minimum becomes a zero point
-(`rows.from_minimum`).
+Q8_0, Q4_0 and MXFP4 are read exactly. Scales are float16 (bfloat16 for MXFP4). In the K types a
+scale is the product of two numbers, which is rounded to float16: a relative error of 2 ** -11. A
+minimum becomes a zero point (`rows.from_minimum`).
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Raw = UInt8[np.ndarray, "rows blocks size"]
 
 
 def read_blocks(raw: np.ndarray, shape: tuple[int, ...], kind: str) -> QuantRows:
-    """The tensor of `shape` [*E, out, in] whose bytes are `raw`; `kind` is a key of `READERS`.
+    """Read the tensor of `shape` [*E, out, in] from its bytes; `kind` is a key of `READERS`.
 
-    Read by strips of rows: as a whole, the temporaries of the K types take 4 bytes a weight.
+    It is read in strips of rows, because the temporaries of the K types take 4 bytes per weight.
     """
     *lead, num_columns = shape
     block, size = BLOCKS[kind]
@@ -59,12 +59,12 @@ def read_blocks(raw: np.ndarray, shape: tuple[int, ...], kind: str) -> QuantRows
 
 
 def _half(raw: Raw, at: int) -> np.ndarray:
-    """The float16 at byte `at` of each block, as it is stored."""
+    """Read the float16 at byte `at` of each block."""
     return raw[..., at : at + 2].copy().view(np.float16)[..., 0]
 
 
 def _nibbles(packed: np.ndarray, dtype=np.uint8) -> np.ndarray:
-    """[..., n] bytes to [..., 2 n] values: all low halves, then all high ones."""
+    """Unpack bytes [..., n] to values [..., 2 n]: all low halves, then all high halves."""
     both = np.empty((*packed.shape[:-1], 2, packed.shape[-1]), dtype)
     np.bitwise_and(packed, 15, out=both[..., 0, :])
     np.right_shift(packed, 4, out=both[..., 1, :])
@@ -72,24 +72,28 @@ def _nibbles(packed: np.ndarray, dtype=np.uint8) -> np.ndarray:
 
 
 def _q8_0(raw: Raw) -> QuantRows:
-    """float16 scale, 32 int8."""
+    """A block has a float16 scale and 32 int8."""
     return QuantRows(raw[..., 2:].view(np.int8), _half(raw, 0), None, 8)
 
 
 def _q4_0(raw: Raw) -> QuantRows:
-    """float16 scale, 32 values of 4 bits around 8."""
+    """A block has a float16 scale and 32 4-bit values with zero point 8."""
     return QuantRows(_nibbles(raw[..., 2:]), _half(raw, 0), None, 4)
 
 
 def _q4_1(raw: Raw) -> QuantRows:
-    """float16 scale, float16 minimum, 32 values of 4 bits."""
+    """A block has a float16 scale, a float16 minimum and 32 4-bit values."""
     scale, minimum = (_half(raw, at).astype(np.float32) for at in (0, 2))
     return from_minimum(_nibbles(raw[..., 4:]), scale, minimum, 4)
 
 
 def _q4_k(raw: Raw) -> QuantRows:
-    """float16 scale of the scales, float16 scale of the minima, 8 scales and 8 minima of 6 bits in
-    12 bytes, then 4 times 64 values of 4 bits, 32 to the low halves and 32 to the high ones."""
+    """A block has 8 groups of 32 4-bit values.
+
+    It begins with a float16 scale of the scales, a float16 scale of the minima, and 12 bytes of 8
+    scales and 8 minima of 6 bits each. Then come 4 runs of 64 values, in each of which 32 values
+    are in the low halves of the bytes and 32 in the high halves.
+    """
     scale, minimum = (_half(raw, at).astype(np.float32)[..., None] for at in (0, 2))
     first, second, third = (raw[..., at : at + 4] for at in (4, 8, 12))
     scales = np.concatenate([first & 63, third & 15 | first >> 6 << 4], axis=-1)
@@ -99,25 +103,28 @@ def _q4_k(raw: Raw) -> QuantRows:
 
 
 def _q6_k(raw: Raw) -> QuantRows:
-    """128 bytes of low 4 bits, 64 of high 2 bits, 16 scales int8, a float16 scale of them; in each
-    half of the block: 32 values four times over, their low bits in two runs of 32 bytes (low
-    halves, then high ones), their high bits in one (from the lowest two up)."""
+    """A block has 16 groups of 16 6-bit values.
+
+    It has 128 bytes of low 4 bits, 64 bytes of high 2 bits, 16 int8 scales, and their float16
+    scale. Each half of the block has four runs of 32 values; their low bits are in two runs of 32
+    bytes (low halves, then high halves), their high bits in one (from the lowest two bits up).
+    """
     low = _nibbles(raw[..., :128].reshape(*raw.shape[:-1], 2, 64))
     high = raw[..., 128:192].reshape(*raw.shape[:-1], 2, 1, 32)
     high = high >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3
     values = low.reshape(*raw.shape[:-1], 2, 4, 32) | high << 4
     scales = raw[..., 192:208].view(np.int8) * _half(raw, 208).astype(np.float32)[..., None]
     values = values.view(np.int8).reshape(*raw.shape[:-1], 256) - np.int8(32)
-    with np.errstate(over="ignore"):  # reported by whoever loads the weights
+    with np.errstate(over="ignore"):  # loading reports the weights that are not finite
         return QuantRows(values, scales.astype(np.float16), None, 8)
 
 
 def _mxfp4(raw: Raw) -> QuantRows:
-    """A power of two (e8m0), 32 numbers of 4 bits (e2m1; `loading/mxfp4.py`)."""
+    """A block has a power of two (e8m0) and 32 4-bit numbers (e2m1; see `loading/mxfp4.py`)."""
     return QuantRows(DOUBLED[_nibbles(raw[..., 1:])], half_scales(raw[..., 0]), None, 8)
 
 
-# Weights and bytes a block.
+# Weights and bytes in a block.
 BLOCKS: Mapping[str, tuple[int, int]] = {
     "Q8_0": (32, 34),
     "Q4_0": (32, 18),

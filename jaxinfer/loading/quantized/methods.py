@@ -1,7 +1,7 @@
-"""The quantization methods of Hugging Face checkpoints: what they store, and what is read of it.
+"""The quantization methods of Hugging Face checkpoints, and how their layers are read.
 
-Each function here takes the `quantization_config` and returns how such layers are read, or raises
-`ValueError` naming the option that this build does not read.
+Each function takes the `quantization_config` and returns the methods of its layers, or raises a
+`ValueError` that names the unsupported option.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ Arrays = Mapping[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
-class Method:
-    """How a layer X is stored: the suffixes of its tensors, one of which, `marker`, tells that X is
-    quantized. `shape` gives the shape of the weight, and raises `ValueError` for tensors that do
-    not fit together; `read` the weight; `merged` is the suffix it gets. It is of the layers that
-    `names` lists, of those whose names begin as one of `patterns`, and, `is_of_rest`, of all that
-    no other method is nearer to.
+class QuantMethod:
+    """How a quantized layer X is stored and read.
+
+    Its tensors have the suffixes `required` and `optional`; a tensor with the suffix `marker`
+    identifies a quantized layer. `shape` returns the shape of the weight and raises `ValueError` if
+    the shapes of the tensors do not agree; `read` reads the weight, which is named X + `merged`.
+    The method applies to the layers in `names`, to layers whose names match one of `patterns` at
+    their start, and, if it `is_fallback`, to layers that no other method matches more closely.
     """
 
     name: str
@@ -42,42 +44,42 @@ class Method:
     merged: str = ".weight"
     names: frozenset[str] = frozenset()
     patterns: tuple[re.Pattern[str], ...] = ()
-    is_of_rest: bool = True
+    is_fallback: bool = True
 
     def rank(self, layer: str) -> int | None:
-        """How near it is to a layer, 0 nearest: by name, pattern or class; None: not of it."""
+        """Return how closely it matches a layer: 0 by name, 1 by pattern, 2 by class, else None."""
         if layer in self.names:
             return 0
         if any(pattern.match(layer) for pattern in self.patterns):
             return 1
-        return 2 if self.is_of_rest else None
+        return 2 if self.is_fallback else None
 
 
-def section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """The object under `name`, empty where there is none; `ValueError` for anything else."""
+def get_object(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return the object under `name`, or an empty one; raise `ValueError` for anything else."""
     value = config.get(name)
     if value is not None and not isinstance(value, Mapping):
         raise ValueError(f"{name} is {value!r}; it must be an object")
     return value or {}
 
 
-def check(found: Mapping[str, tuple[Any, Sequence[Any]]]) -> None:
-    """`ValueError` for options whose value is none of those that are read."""
+def check_options(found: Mapping[str, tuple[Any, Sequence[Any]]]) -> None:
+    """Raise `ValueError` for options whose value is not one of the supported ones."""
     wrong = [
         f"{name} is {value!r}; this build reads {' and '.join(map(repr, allowed))}"
         for name, (value, allowed) in found.items()
-        if repr(value) not in map(repr, allowed)  # of JSON values: 4.0 is not 4
+        if repr(value) not in map(repr, allowed)  # compared as JSON: 4.0 is not 4
     ]
     if wrong:
         raise ValueError("; ".join(wrong))
 
 
-def fit(parts: Parts, wanted: Mapping[str, Sequence[tuple[int, ...]]]) -> None:
-    """`ValueError` for tensors of other shapes."""
+def check_shapes(parts: Parts, expected: Mapping[str, Sequence[tuple[int, ...]]]) -> None:
+    """Raise `ValueError` for tensors whose shape is not one of the expected ones."""
     wrong = [
         f"{parts[suffix].name} has shape {list(parts[suffix].shape)}; expected "
         f"{' or '.join(str(list(shape)) for shape in dict.fromkeys(shapes))}"
-        for suffix, shapes in wanted.items()
+        for suffix, shapes in expected.items()
         if suffix in parts and tuple(parts[suffix].shape) not in shapes
     ]
     if wrong:
@@ -85,28 +87,29 @@ def fit(parts: Parts, wanted: Mapping[str, Sequence[tuple[int, ...]]]) -> None:
 
 
 def _group_size(value: Any) -> int:
-    """`value`; `ValueError` for what is neither a size nor -1, all inputs."""
+    """Check a group size: a positive number, or -1 for all inputs. Raises `ValueError`."""
     if type(value) is not int or value < -1 or value == 0:
         raise ValueError(f"group_size is {value!r}; it must be a whole number of at least 1, or -1")
     return value
 
 
-def _groups(num_inputs: int, group_size: int) -> int:
+def _num_groups(num_inputs: int, group_size: int) -> int:
     size = num_inputs if group_size == -1 else group_size
     if size < 1 or num_inputs % size:
         raise ValueError(f"groups of {group_size} do not divide its {num_inputs} inputs")
     return num_inputs // size
 
 
-def matrix(tensor: StoredTensor) -> tuple[int, int]:
+def matrix_shape(tensor: StoredTensor) -> tuple[int, int]:
+    """Return the shape of a matrix; raise `ValueError` for another number of axes."""
     if len(tensor.shape) != 2:
         raise ValueError(f"{tensor.name} has shape {list(tensor.shape)}; a matrix is expected")
     return tensor.shape[0], tensor.shape[1]
 
 
-def awq(config: Mapping[str, Any]) -> tuple[Method, ...]:
+def awq(config: Mapping[str, Any]) -> tuple[QuantMethod, ...]:
     version = str(config.get("version", "gemm")).lower()
-    check(
+    check_options(
         {
             "bits": (config.get("bits", config.get("w_bit", 4)), (4,)),
             "version": (version, ("gemm",)),
@@ -117,20 +120,20 @@ def awq(config: Mapping[str, Any]) -> tuple[Method, ...]:
     group_size = _group_size(config.get("group_size", config.get("q_group_size", 128)))
 
     def shape(parts: Parts) -> tuple[int, ...]:
-        D, words = matrix(parts[".qweight"])
-        groups = _groups(D, group_size)
-        fit(parts, {".qzeros": [(groups, words)], ".scales": [(groups, 8 * words)]})
+        D, words = matrix_shape(parts[".qweight"])
+        groups = _num_groups(D, group_size)
+        check_shapes(parts, {".qzeros": [(groups, words)], ".scales": [(groups, 8 * words)]})
         return 8 * words, D
 
     names = (".qweight", ".qzeros", ".scales")
     read = lambda a: read_awq(*(a[name] for name in names))
-    return (Method("AWQ", ".qweight", names, shape, read),)
+    return (QuantMethod("AWQ", ".qweight", names, shape, read),)
 
 
-def gptq(config: Mapping[str, Any]) -> tuple[Method, ...]:
+def gptq(config: Mapping[str, Any]) -> tuple[QuantMethod, ...]:
     version = config.get("checkpoint_format", "gptq")
     bits: Any = config.get("bits")
-    check(
+    check_options(
         {
             "bits": (bits, (4, 8)),
             "checkpoint_format": (version, ("gptq", "gptq_v2")),
@@ -142,10 +145,10 @@ def gptq(config: Mapping[str, Any]) -> tuple[Method, ...]:
     count = 32 // bits  # values in an int32
 
     def shape(parts: Parts) -> tuple[int, ...]:
-        words, F = matrix(parts[".qweight"])
+        words, F = matrix_shape(parts[".qweight"])
         D = words * count
-        groups = _groups(D, group_size)
-        fit(
+        groups = _num_groups(D, group_size)
+        check_shapes(
             parts,
             {
                 ".qzeros": [(groups, F // count)],
@@ -164,13 +167,16 @@ def gptq(config: Mapping[str, Any]) -> tuple[Method, ...]:
         bits=bits,
         is_first_version=version == "gptq",
     )
-    return (Method("GPTQ", ".qweight", names, shape, read, optional=(".g_idx",)),)
+    return (QuantMethod("GPTQ", ".qweight", names, shape, read, optional=(".g_idx",)),)
 
 
-def float8(config: Mapping[str, Any]) -> tuple[Method, ...]:
-    """Of blocks (DeepSeek-V3, Qwen3), or with one scale a tensor and x quantized too."""
+def float8(config: Mapping[str, Any]) -> tuple[QuantMethod, ...]:
+    """Return the methods of `quant_method` "fp8".
+
+    It has a scale for each block (DeepSeek-V3, Qwen3), or one for a tensor, and quantizes x too.
+    """
     activations = config.get("activation_scheme", "dynamic")
-    check(
+    check_options(
         {
             "activation_scheme": (activations, ("dynamic", "static")),
             "fmt": (config.get("fmt", "e4m3"), ("e4m3",)),
@@ -179,16 +185,17 @@ def float8(config: Mapping[str, Any]) -> tuple[Method, ...]:
     block = config.get("weight_block_size")
     if block is not None:
         return (blocks(block, "weight_block_size", ".weight_scale_inv"),)
-    # Transformers and other writers call the same two scales differently.
-    spellings = ((".weight_scale", ".input_scale"), (".weight_scale_inv", ".activation_scale"))
+    # transformers and other writers have different names for the same two scales.
+    suffixes = ((".weight_scale", ".input_scale"), (".weight_scale_inv", ".activation_scale"))
     is_static = activations == "static"
-    return tuple(plain("float8_e4m3fn", names, is_static=is_static) for names in spellings)
+    return tuple(plain("float8_e4m3fn", names, is_static=is_static) for names in suffixes)
 
 
-def blocks(size: Any, option: str, scale: str) -> Method:
-    """float8 with a scale for each block of `size` [rows, columns], in the tensor `scale`.
+def blocks(size: Any, option: str, scale: str) -> QuantMethod:
+    """Return the method of float8 with a scale for each block of `size` [rows, columns].
 
-    `ValueError` naming `option` for what is no size.
+    The scales are in the tensor `scale`. Raises a `ValueError` that names `option` if `size` is
+    invalid.
     """
     is_list = isinstance(size, list) and len(size) == 2
     if not is_list or not all(type(n) is int and n > 0 for n in size):
@@ -196,33 +203,34 @@ def blocks(size: Any, option: str, scale: str) -> Method:
     rows, columns = size
 
     def shape(parts: Parts) -> tuple[int, ...]:
-        F, D = matrix(parts[".weight"])
+        F, D = matrix_shape(parts[".weight"])
         _check_type(parts, "F8_E4M3")
-        fit(parts, {scale: [(-(-F // rows), -(-D // columns))]})
+        check_shapes(parts, {scale: [(-(-F // rows), -(-D // columns))]})
         return F, D
 
     read = lambda a: read_block_float8(a[".weight"], a[scale], (rows, columns))
-    return Method("FP8", scale, (".weight", scale), shape, read)
+    return QuantMethod("FP8", scale, (".weight", scale), shape, read)
 
 
-def mxfp4(config: Mapping[str, Any]) -> tuple[Method, ...]:
-    """Experts X [E, in, out], in `X_blocks` [E, out, groups, 16] and `X_scales`."""
+def mxfp4(config: Mapping[str, Any]) -> tuple[QuantMethod, ...]:
+    """Return the method of experts X [E, in, out], in `X_blocks` [E, out, groups, 16] and
+    `X_scales`."""
 
     def shape(parts: Parts) -> tuple[int, ...]:
         blocks = tuple(parts["_blocks"].shape)
         if len(blocks) != 4 or blocks[3] != GROUP // 2:
             raise ValueError(f"_blocks has shape {list(blocks)}; expected [E, out, groups, 16]")
-        fit(parts, {"_scales": [blocks[:3]]})
+        check_shapes(parts, {"_scales": [blocks[:3]]})
         return blocks[0], GROUP * blocks[2], blocks[1]
 
     names = ("_blocks", "_scales")
     read = lambda a: read_mxfp4(a["_blocks"], a["_scales"])
-    return (Method("MXFP4", "_blocks", names, shape, read, merged=""),)
+    return (QuantMethod("MXFP4", "_blocks", names, shape, read, merged=""),)
 
 
-def _check_type(parts: Parts, wanted: str) -> None:
-    if parts[".weight"].dtype != wanted:
-        raise ValueError(f".weight is {parts['.weight'].dtype}; expected {wanted}")
+def _check_type(parts: Parts, expected: str) -> None:
+    if parts[".weight"].dtype != expected:
+        raise ValueError(f".weight is {parts['.weight'].dtype}; expected {expected}")
 
 
 def plain(
@@ -231,17 +239,19 @@ def plain(
     *,
     is_static: bool = False,
     is_weight_only: bool = False,
-) -> Method:
-    """8-bit values as they are, with a scale a tensor, a row, or a group; `names` are those of the
-    scales of the weight and of x."""
+) -> QuantMethod:
+    """Return the method of 8-bit values with one scale for each tensor, row, or group.
+
+    `names` are the suffixes of the scale of the weight and of the scale of x.
+    """
     scale, input_scale = names
 
     def shape(parts: Parts) -> tuple[int, ...]:
-        F, D = matrix(parts[".weight"])
+        F, D = matrix_shape(parts[".weight"])
         _check_type(parts, {"int8": "I8", "float8_e4m3fn": "F8_E4M3"}[dtype])
         scales = tuple(parts[scale].shape)
         is_by_group = len(scales) == 2 and scales[0] == F and scales[1] and D % scales[1] == 0
-        fit(
+        check_shapes(
             parts,
             {
                 scale: [(), (1,), (1, 1), (F,), (F, 1), *([scales] if is_by_group else [])],
@@ -261,4 +271,4 @@ def plain(
         a[input_scale] if is_static else None,
         activation_dtype=activation_dtype,
     )
-    return Method(f"{dtype} tensors", scale, required, shape, read, optional)
+    return QuantMethod(f"{dtype} tensors", scale, required, shape, read, optional)

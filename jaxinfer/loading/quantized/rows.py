@@ -1,7 +1,7 @@
-"""A quantized weight as files store it, whatever the format: by rows, the inputs last.
+"""`QuantRows`: a quantized weight as files of any format store it, by rows with the inputs last.
 
-`QuantArray` (`kernels/quantized_matmul`) is what it becomes on the device: [in, out], 4 bits packed
-for kernels. Between the two stands the weight table's transform, which acts on values, scales and
+On the device it becomes a `QuantArray` (`kernels/quantized_matmul`): [in, out], with 4-bit values
+packed for the kernels. In between, the weight table's transform is applied to values, scales and
 zeros alike.
 """
 
@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
-CHUNK_ELEMENTS = 65_536  # dequantized at once: temporaries stay in the cache
+CHUNK_ELEMENTS = 65_536  # dequantized at once, so that temporaries stay in the cache
 FLOAT16_MAX = 65_504.0
 
 
@@ -24,11 +24,11 @@ class QuantRows:
 
         w[o, i] = (values[o, i] - zeros[o, j]) * scales[o, j]
 
-    `values` are int8, float8_e4m3fn, or uint8 of 0..15 where `bits` is 4; without `zeros` their
-    middle is meant (8 of 4 bits, 0 otherwise). `in_axis` -2 says that all arrays stand the other
-    way round, [*E, in, out]. With `order` [in], the weight's inputs stand in another order than
-    x's: input i is x's number order[i]. `activation_dtype` says how the checkpoint wants x
-    quantized (None: not at all), `input_scale` [] the scale of x where it is fixed.
+    `values` are int8, float8_e4m3fn, or uint8 in 0..15 if `bits` is 4. Without `zeros` the zero
+    point is the middle of the range: 8 for 4 bits, 0 otherwise. If `in_axis` is -2, all arrays are
+    transposed, [*E, in, out]. With `order` [in], the weight's inputs are reordered: input i
+    multiplies x[order[i]]. `activation_dtype` is the type to which the checkpoint quantizes x (None
+    if it does not), `input_scale` [] the scale of x if it is static.
     """
 
     values: np.ndarray
@@ -53,16 +53,16 @@ class QuantRows:
         return 8 if self.bits == 4 else 0
 
     def is_finite(self) -> bool:
-        """Whether no weight is NaN or infinite."""
+        """Whether all weights are finite."""
         arrays = [self.scales] if self.zeros is None else [self.scales, self.zeros]
         if not all(np.isfinite(a.astype(np.float32)).all() for a in arrays):
             return False
-        # float8_e4m3fn has no infinity, and two NaNs.
+        # float8_e4m3fn has no infinity, and two NaN values.
         is_float = self.values.dtype == FLOAT8
         return not is_float or not ((self.values.view(np.uint8) & 0x7F) == 0x7F).any()
 
     def dequantize(self, dtype: np.dtype[Any]) -> np.ndarray:
-        """The weight, its inputs in x's order, computed in float32."""
+        """Dequantize the weight in float32, with its inputs in the order of x."""
         by_rows = lambda a: np.moveaxis(a, self.in_axis, -1)
         values = by_rows(self.values)
         (*lead, num_inputs), groups = values.shape, self.num_groups
@@ -72,7 +72,7 @@ class QuantRows:
         out = np.empty((len(values), num_inputs), dtype)
         columns = slice(None) if self.order is None else self.order
         step = max(1, CHUNK_ELEMENTS // num_inputs)
-        # Damaged scales overflow here; whoever loads the weights reports what is not finite.
+        # Damaged scales overflow here; loading reports the weights that are not finite.
         with np.errstate(all="ignore"):
             for first in range(0, len(values), step):
                 rows = slice(first, first + step)
@@ -86,11 +86,11 @@ class QuantRows:
 def from_minimum(
     values: np.ndarray, scales: np.ndarray, minimum: np.ndarray, bits: int
 ) -> QuantRows:
-    """For formats that store `w = values * scale + minimum`: scales and zeros as float16.
+    """Convert formats that store `w = values * scale + minimum` to float16 scales and zeros.
 
-    `scales` and `minimum` are float32 [*E, out, groups]. zero = -minimum / scale is rounded, and
-    the scale where it is no float16: by 2 ** -11 at most, relative to the minimum and to the
-    scale. A group without a scale, or with one far below its minimum, is the minimum throughout.
+    `scales` and `minimum` are float32 [*E, out, groups]. zero = -minimum / scale is rounded, and so
+    is a scale that is not a float16: by at most 2 ** -11, relative to the minimum and the scale. A
+    group whose scale is 0 or far below its minimum becomes the minimum throughout.
     """
     with np.errstate(all="ignore"):
         narrow = scales.astype(np.float16)
@@ -106,21 +106,21 @@ def from_minimum(
         return QuantRows(values, narrow, zeros.astype(np.float16), bits)
 
 
-def centred(zeros: np.ndarray | None, middle: int) -> np.ndarray | None:
-    """`zeros`, or None where all are the middle of the values anyway."""
-    return None if zeros is None or (zeros == middle).all() else zeros
+def drop_default_zeros(zeros: np.ndarray | None, default: int) -> np.ndarray | None:
+    """Return `zeros`, or None if all of them are the default zero point."""
+    return None if zeros is None or (zeros == default).all() else zeros
 
 
-def sorted_groups(g_idx: np.ndarray, groups: int) -> np.ndarray | None:
-    """The order of inputs that puts those of a group side by side; None: they are so already.
+def input_order(g_idx: np.ndarray, groups: int) -> np.ndarray | None:
+    """Return the order of inputs that makes each group contiguous, or None if they already are.
 
-    `g_idx` [in] is each input's group. Raises `ValueError` for groups of different sizes.
+    `g_idx` [in] is the group of each input. Raises `ValueError` for groups of different sizes.
     """
     num_inputs = len(g_idx)
-    wanted = np.arange(num_inputs) // max(1, num_inputs // groups)
-    if np.array_equal(g_idx, wanted):
+    sorted_idx = np.arange(num_inputs) // max(1, num_inputs // groups)
+    if np.array_equal(g_idx, sorted_idx):
         return None
     order = np.argsort(g_idx, kind="stable").astype(np.int32)
-    if not np.array_equal(g_idx[order], wanted):
+    if not np.array_equal(g_idx[order], sorted_idx):
         raise ValueError(f"{num_inputs} inputs are in {groups} groups of different sizes")
     return order

@@ -15,17 +15,17 @@ from typing import Any
 
 from jaxinfer.loading.checkpoint import CheckpointError, StoredTensor
 from jaxinfer.loading.quantized import compressed_method, methods
-from jaxinfer.loading.quantized.methods import Method
+from jaxinfer.loading.quantized.methods import QuantMethod
 from jaxinfer.loading.quantized.rows import QuantRows
 
-METHODS: Mapping[str, Callable[[Mapping[str, Any]], tuple[Method, ...]]] = {
+METHODS: Mapping[str, Callable[[Mapping[str, Any]], tuple[QuantMethod, ...]]] = {
     "awq": methods.awq,
     "gptq": methods.gptq,
     "compressed-tensors": compressed_method.compressed_tensors,
     "fp8": methods.float8,
     "mxfp4": methods.mxfp4,
 }
-# Scales of a quantized cache: the engine's scales each token by itself.
+# Scales of a quantized KV cache, which are ignored: the engine computes a scale for each token.
 CACHE_SCALES = (
     ".k_scale",
     ".v_scale",
@@ -35,10 +35,9 @@ CACHE_SCALES = (
     ".k_proj.output_scale",
     ".v_proj.output_scale",
 )
-# What a damaged configuration of the right names raises beside `ValueError`.
+# Errors besides `ValueError` that a malformed configuration causes.
 MALFORMED = (TypeError, AttributeError, KeyError, IndexError, ArithmeticError)
-# What to do about the others.
-WAYS_OUT = (
+REMEDIES = (
     "save the model unquantized (transformers: model.dequantize(), then save_pretrained), or fetch "
     "it before quantization or as a GGUF file; --set quantize=int8 or int4 quantizes such a one "
     "when it is loaded"
@@ -48,12 +47,11 @@ WAYS_OUT = (
 def merge_quantized_layers(
     directory: Path, tensors: Mapping[str, StoredTensor], config: Any, problems: list[str]
 ) -> dict[str, StoredTensor]:
-    """The tensors, those of each quantized layer as one; `config` is the `quantization_config`.
+    """Merge the tensors of each quantized layer into one; `config` is the `quantization_config`.
 
-    Of the methods of several groups a layer gets the nearest (`Method.rank`) that has all of its
-    tensors there.
-    What is refused, missing or misshapen is appended to `problems`; what only their numbers show
-    is a `CheckpointError` when they are read.
+    If several methods match a layer, it gets the closest one (`QuantMethod.rank`) whose tensors are
+    all present. Unsupported options and missing or misshapen tensors are appended to `problems`;
+    errors that only the values show are raised as `CheckpointError` when they are read.
     """
     if not isinstance(config, Mapping):
         problems.append(f"quantization_config is a JSON {type(config).__name__}, not an object")
@@ -62,16 +60,16 @@ def merge_quantized_layers(
     if not isinstance(name, str) or name not in METHODS:
         problems.append(
             f"quantization_config's quant_method is {name!r}; this build reads "
-            f"{', '.join(METHODS)}: {WAYS_OUT}"
+            f"{', '.join(METHODS)}: {REMEDIES}"
         )
         return dict(tensors)
     try:
         found = METHODS[name](config)
     except ValueError as error:
-        problems.append(f"quantization_config of {name}: {error}; {WAYS_OUT}")
+        problems.append(f"quantization_config of {name}: {error}; {REMEDIES}")
         return dict(tensors)
     except MALFORMED as error:
-        problems.append(f"quantization_config of {name} is malformed ({error!r}); {WAYS_OUT}")
+        problems.append(f"quantization_config of {name} is malformed ({error!r}); {REMEDIES}")
         return dict(tensors)
     merged = {n: t for n, t in tensors.items() if not n.endswith(CACHE_SCALES)}
     for layer, method in _methods_of_layers(tensors, found).items():
@@ -80,10 +78,10 @@ def merge_quantized_layers(
 
 
 def _methods_of_layers(
-    tensors: Mapping[str, StoredTensor], methods: tuple[Method, ...]
-) -> dict[str, Method]:
-    """The method of each quantized layer: one that lacks nothing, of those the nearest."""
-    best: dict[str, tuple[tuple[bool, int], Method]] = {}
+    tensors: Mapping[str, StoredTensor], methods: tuple[QuantMethod, ...]
+) -> dict[str, QuantMethod]:
+    """Choose each quantized layer's method: complete ones first, then the closest."""
+    best: dict[str, tuple[tuple[bool, int], QuantMethod]] = {}
     for method in methods:
         for stored in tensors:
             if not stored.endswith(method.marker):
@@ -91,30 +89,30 @@ def _methods_of_layers(
             layer = stored.removesuffix(method.marker)
             if (rank := method.rank(layer)) is None:
                 continue
-            lacks = any(layer + suffix not in tensors for suffix in method.required)
-            if layer not in best or (lacks, rank) < best[layer][0]:
-                best[layer] = (lacks, rank), method
+            is_incomplete = any(layer + suffix not in tensors for suffix in method.required)
+            if layer not in best or (is_incomplete, rank) < best[layer][0]:
+                best[layer] = (is_incomplete, rank), method
     return {layer: method for layer, (_, method) in best.items()}
 
 
 def _merge_layer(
     directory: Path,
-    method: Method,
+    method: QuantMethod,
     layer: str,
     tensors: dict[str, StoredTensor],
     problems: list[str],
 ) -> None:
-    """Replace a layer's tensors by one."""
+    """Replace a layer's tensors by one tensor."""
     suffixes = (*method.required, *method.optional)
     parts = {suffix: tensors.pop(layer + suffix, None) for suffix in suffixes}
     missing = [layer + suffix for suffix in method.required if parts[suffix] is None]
     if missing:
-        has = ", ".join(layer + suffix for suffix, part in parts.items() if part is not None)
-        problems.append(f"{', '.join(missing)} is missing beside {has}")
+        found = ", ".join(layer + suffix for suffix, part in parts.items() if part is not None)
+        problems.append(f"{', '.join(missing)} is missing, although the file has {found}")
         return
-    there = {suffix: part for suffix, part in parts.items() if part is not None}
+    present = {suffix: part for suffix, part in parts.items() if part is not None}
     try:
-        shape = method.shape(there)
+        shape = method.shape(present)
     except ValueError as error:
         problems.append(f"{layer}: {error}")
         return
@@ -122,20 +120,20 @@ def _merge_layer(
         problems.append(f"{layer}: its tensors are malformed ({error!r})")
         return
     name = layer + method.merged
-    read = partial(_read, f"{directory}: {layer}", method, there)
+    read = partial(_read, f"{directory}: {layer}", method, present)
     tensors[name] = StoredTensor(
         name,
         shape,
         method.name,
-        sum(part.nbytes for part in there.values()),
+        sum(part.nbytes for part in present.values()),
         lambda dtype: read().dequantize(dtype),
         read,
     )
 
 
-def _read(where: str, method: Method, parts: Mapping[str, StoredTensor]) -> QuantRows:
+def _read(where: str, method: QuantMethod, parts: Mapping[str, StoredTensor]) -> QuantRows:
     arrays = {suffix: part.read() for suffix, part in parts.items()}
     try:
         return method.read(arrays)
     except ValueError as error:
-        raise CheckpointError(f"{where}: {error}; {WAYS_OUT}") from error
+        raise CheckpointError(f"{where}: {error}; {REMEDIES}") from error

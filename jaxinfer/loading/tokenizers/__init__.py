@@ -1,1 +1,1 @@
-"""Tokenizers out of a model's files: Hugging Face directories and GGUF headers."""
+"""Build tokenizers from a model's files: Hugging Face directories and GGUF headers."""

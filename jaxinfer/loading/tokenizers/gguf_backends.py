@@ -1,4 +1,4 @@
-"""What encodes, for each of the four kinds of GGUF vocabulary."""
+"""Build the tokenizer backend of each of the four kinds of GGUF vocabulary."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from jaxinfer.loading.tokenizers.gguf_vocabulary import (
     PREFIX,
     SpecialIds,
     Vocabulary,
-    flag,
     is_strings,
-    numbers,
+    number_list,
+    read_flag,
 )
 from jaxinfer.loading.tokenizers.pretokenizers import SPLIT_RULES
 from jaxinfer.loading.tokenizers.token_bytes import (
@@ -29,14 +29,14 @@ from jaxinfer.loading.tokenizers.token_bytes import (
     sentencepiece_decoding,
     wordpiece_decoding,
 )
-from jaxinfer.loading.tokenizers.wordpiece import CONTINUES, BertText, bert_backend
+from jaxinfer.loading.tokenizers.wordpiece import CONTINUATION_PREFIX, BertText, bert_backend
 from jaxinfer.text.tokenizer import Backend
 
 
-class Built(NamedTuple):
-    """What encodes, every token's bytes, and whether BOS and EOS are added where files are silent.
+class BuiltBackend(NamedTuple):
+    """A backend, the bytes of every token, and whether BOS and EOS are added by default.
 
-    A WordPiece's are its CLS and SEP.
+    For WordPiece, these are CLS and SEP.
     """
 
     backend: Backend
@@ -47,10 +47,10 @@ class Built(NamedTuple):
 
 def byte_level(
     path: Path, metadata: Mapping[str, Any], vocabulary: Vocabulary, ids: SpecialIds
-) -> Built:
-    """Byte-level BPE ("gpt2"): explicit merges, text split first by a rule that is named."""
+) -> BuiltBackend:
+    """Build byte-level BPE ("gpt2"): explicit merges, and a split rule that the file names."""
     name = metadata.get(PREFIX + "pre")
-    if name is None:  # files of before May 2024; a guess would give other ids than in training
+    if name is None:  # in files from before May 2024; a guess could give other ids than in training
         raise CheckpointError(
             f"{path}: does not say how to split text ({PREFIX}pre is missing); convert the model "
             "again with a current converter, or use its Hugging Face directory"
@@ -70,7 +70,7 @@ def byte_level(
     backend.pre_tokenizer = rule.pre_tokenizer()
     _add(backend, vocabulary.tokens, vocabulary.special, vocabulary.added)
     table = make_table(vocabulary.tokens, byte_level_decoding())
-    return Built(backend, table.with_plain(_plain(vocabulary)), rule.adds_bos)
+    return BuiltBackend(backend, table.with_plain(_plain_tokens(vocabulary)), rule.adds_bos)
 
 
 def _merges(
@@ -78,7 +78,7 @@ def _merges(
 ) -> list[tuple[str, str]]:
     merges = metadata.get(PREFIX + "merges")
     if merges is None or not is_strings(merges):
-        raise CheckpointError(f"{path}: {PREFIX}merges is no list of strings")
+        raise CheckpointError(f"{path}: {PREFIX}merges is not a list of strings")
     pairs: list[tuple[str, str]] = []
     problems: list[str] = []
     for index, merge in enumerate(merges):
@@ -94,22 +94,22 @@ def _merges(
 
 def sentencepiece_bpe(
     path: Path, metadata: Mapping[str, Any], vocabulary: Vocabulary, ids: SpecialIds
-) -> Built:
-    """SentencePiece BPE ("llama"): merges follow from the scores; bytes for unknown letters."""
-    model = _model(path, metadata, vocabulary, ids, sentencepiece.BPE)
-    model.normalizer_spec.add_dummy_prefix = flag(path, metadata, "add_space_prefix", True)
+) -> BuiltBackend:
+    """Build SentencePiece BPE ("llama"): scores define the merges, bytes encode unknown letters."""
+    model = _make_model(path, metadata, vocabulary, ids, sentencepiece.BPE)
+    model.normalizer_spec.add_dummy_prefix = read_flag(path, metadata, "add_space_prefix", True)
     return _sentencepiece(path, model, vocabulary, adds_bos=True, adds_eos=False)
 
 
 def sentencepiece_unigram(
     path: Path, metadata: Mapping[str, Any], vocabulary: Vocabulary, ids: SpecialIds
-) -> Built:
-    """SentencePiece Unigram ("t5"), with the normalization that the file carries."""
-    model = _model(path, metadata, vocabulary, ids, sentencepiece.UNIGRAM)
+) -> BuiltBackend:
+    """Build SentencePiece Unigram ("t5"), with the normalization that the file contains."""
+    model = _make_model(path, metadata, vocabulary, ids, sentencepiece.UNIGRAM)
     spec = model.normalizer_spec
-    spec.add_dummy_prefix = flag(path, metadata, "add_space_prefix", False)
-    spec.remove_extra_whitespaces = flag(path, metadata, "remove_extra_whitespaces", False)
-    charsmap = numbers(metadata.get(PREFIX + "precompiled_charsmap", ()))
+    spec.add_dummy_prefix = read_flag(path, metadata, "add_space_prefix", False)
+    spec.remove_extra_whitespaces = read_flag(path, metadata, "remove_extra_whitespaces", False)
+    charsmap = number_list(metadata.get(PREFIX + "precompiled_charsmap", ()))
     try:
         spec.precompiled_charsmap = bytes(byte & 0xFF for byte in charsmap)
     except TypeError as error:
@@ -117,7 +117,7 @@ def sentencepiece_unigram(
     return _sentencepiece(path, model, vocabulary, adds_bos=False, adds_eos=True)
 
 
-def _model(
+def _make_model(
     path: Path,
     metadata: Mapping[str, Any],
     vocabulary: Vocabulary,
@@ -125,7 +125,7 @@ def _model(
     kind: int,
 ) -> Any:
     name = metadata[PREFIX + "model"]
-    scores = numbers(metadata.get(PREFIX + "scores"))
+    scores = number_list(metadata.get(PREFIX + "scores"))
     if len(scores) != len(vocabulary.tokens):
         raise CheckpointError(
             f"{path}: a {name!r} vocabulary needs {PREFIX}scores, one number for each of its "
@@ -136,7 +136,7 @@ def _model(
         unknown = next((i for i, t in enumerate(vocabulary.types) if t == TokenType.UNKNOWN), None)
     if unknown is None:
         raise CheckpointError(f"{path}: a {name!r} vocabulary needs an unknown_token_id")
-    # The library wants exactly one unknown piece, and all of the 256 bytes or none.
+    # The library requires exactly one unknown piece, and all of the 256 bytes or none.
     bytes_ = [vocabulary.ids.get(f"<0x{byte:02X}>") for byte in range(256)]
     fallback = set() if None in bytes_ else set(bytes_)
     types: list[int] = []
@@ -154,7 +154,7 @@ def _model(
 
 def _sentencepiece(
     path: Path, model: Any, vocabulary: Vocabulary, *, adds_bos: bool, adds_eos: bool
-) -> Built:
+) -> BuiltBackend:
     strips = sentencepiece.strips_leading_space(model)
     added = {
         i: tokenizers.AddedToken(
@@ -165,22 +165,23 @@ def _sentencepiece(
     }
     backend = sentencepiece.SentencePieceBackend(path, model, vocabulary.tokens, added)
     table = make_table(vocabulary.tokens, sentencepiece_decoding(strips))
-    return Built(backend, table.with_plain(_plain(vocabulary)), adds_bos, adds_eos)
+    table = table.with_plain(_plain_tokens(vocabulary))
+    return BuiltBackend(backend, table, adds_bos, adds_eos)
 
 
 def wordpiece(
     path: Path, metadata: Mapping[str, Any], vocabulary: Vocabulary, ids: SpecialIds
-) -> Built:
-    """WordPiece ("bert"), whose tokens are written with U+2581 where a word begins.
+) -> BuiltBackend:
+    """Build WordPiece ("bert"), whose tokens have U+2581 where a word begins.
 
-    The format does not say whether text is lower-cased. It is where no word of the vocabulary has
-    an upper-case letter, since such a vocabulary has no other use.
+    The format does not say whether text is lower-cased. It is if no word of the vocabulary has an
+    upper-case letter, since such a vocabulary is of no use otherwise.
     """
     if ids.unk is None:
         raise CheckpointError(f"{path}: a 'bert' vocabulary needs an unknown_token_id")
     marks_words = any(token.startswith(SPACE_SYMBOL) for token in vocabulary.tokens)
     words = [
-        _word(token, is_special=index in vocabulary.added) if marks_words else token
+        _bert_token(token, is_special=index in vocabulary.added) if marks_words else token
         for index, token in enumerate(vocabulary.tokens)
     ]
     named = {*ids.named().values(), *vocabulary.added}
@@ -193,14 +194,17 @@ def wordpiece(
     backend = bert_backend(known, words[ids.unk], BertText(lowercase=not is_cased))
     special = {*vocabulary.special, *ids.named().values()}
     _add(backend, words, special, vocabulary.added)
-    return Built(backend, make_table(words, wordpiece_decoding(CONTINUES, True)), True, True)
+    table = make_table(words, wordpiece_decoding(CONTINUATION_PREFIX, True))
+    return BuiltBackend(backend, table, True, True)
 
 
-def _word(token: str, *, is_special: bool) -> str:
-    """A token as BERT's own files write it."""
+def _bert_token(token: str, *, is_special: bool) -> str:
+    """Return a token as BERT's own files write it."""
     if token.startswith(SPACE_SYMBOL) and len(token) > 1:
         return token[1:]
-    return token if is_special or _is_bracketed(token) or not token else CONTINUES + token
+    if is_special or _is_bracketed(token) or not token:
+        return token
+    return CONTINUATION_PREFIX + token
 
 
 def _is_bracketed(token: str) -> bool:
@@ -210,17 +214,17 @@ def _is_bracketed(token: str) -> bool:
 def _add(
     backend: tokenizers.Tokenizer, texts: Sequence[str], special: Set[int], added: Set[int]
 ) -> None:
-    """Special tokens first, so that the others cannot take their place."""
-    backend.add_special_tokens([_token(texts[i], True) for i in sorted(special) if texts[i]])
-    backend.add_tokens([_token(texts[i], False) for i in sorted(added - special) if texts[i]])
+    """Add the tokens, special ones first, so that the others cannot replace them."""
+    backend.add_special_tokens([_added_token(texts[i], True) for i in sorted(special) if texts[i]])
+    backend.add_tokens([_added_token(texts[i], False) for i in sorted(added - special) if texts[i]])
 
 
-def _token(text: str, is_special: bool) -> tokenizers.AddedToken:
+def _added_token(text: str, is_special: bool) -> tokenizers.AddedToken:
     return tokenizers.AddedToken(text, special=is_special, normalized=False)
 
 
-def _plain(vocabulary: Vocabulary) -> dict[int, str]:
-    """Control and user-defined tokens: they are written as they are."""
+def _plain_tokens(vocabulary: Vocabulary) -> dict[int, str]:
+    """Return the control and user-defined tokens, which decode to their text unchanged."""
     types, tokens = vocabulary.types, vocabulary.tokens
     return {i: tokens[i] for i in vocabulary.added if types[i] != TokenType.BYTE}
 

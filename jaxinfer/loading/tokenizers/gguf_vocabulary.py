@@ -1,4 +1,4 @@
-"""The vocabulary part of a GGUF header, read and checked."""
+"""Read and check the vocabulary in a GGUF header."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from jaxinfer.loading.checkpoint import CheckpointError
 from jaxinfer.loading.tokenizers.tokenizer_parts import MAX_TOKENS
 
 PREFIX = "tokenizer.ggml."
-# Left out of a checkpoint's metadata: megabytes that only the tokenizer reads.
+# Keys left out of a checkpoint's metadata: megabytes that only the tokenizer needs.
 VOCABULARY_KEYS = frozenset(
     [PREFIX + key for key in ("tokens", "scores", "token_type", "merges", "precompiled_charsmap")]
     + ["tokenizer.huggingface.json", "tokenizer.rwkv.world"]
 )
 _SPECIAL_TYPES = (TokenType.UNKNOWN, TokenType.CONTROL)
-_UNDEFINED = 0  # written by some converters for tokens of no special kind
-# Tokens that end an answer wherever a vocabulary has them. Files name one end, often the text's
-# and not the turn's: Phi-3's name <|endoftext|>, its turns end with <|end|>.
-ENDS = (
+_UNDEFINED = 0  # some converters write it for normal tokens
+# Tokens that end the generated text in every vocabulary that has them. A file names one EOS token,
+# often that of a document and not of a chat turn: Phi-3's names <|endoftext|>, but its turns end
+# with <|end|>.
+END_TOKENS = (
     "<|endoftext|>",
     "<|end_of_text|>",
     "<|im_end|>",
@@ -34,11 +35,12 @@ ENDS = (
     "<|return|>",
     "<|call|>",
 )
-_END_SET = frozenset(ENDS)
-# With both of these, <|end|> ends a message of several in one answer (gpt-oss's channels).
-_ENDS_OF_MESSAGES = ("<|return|>", "<|call|>")
-# Where a file is silent: the special ids that the format's own loader assumes. For "bert" those are
-# the places of these tokens in the first such vocabulary; here, wherever they are.
+_END_SET = frozenset(END_TOKENS)
+# In a vocabulary with both of these, <|end|> ends one of several messages of a response (gpt-oss's
+# channels), not the response.
+_MESSAGE_ENDS = ("<|return|>", "<|call|>")
+# The special ids that llama.cpp's loader assumes where a file states none. For "bert" it assumes
+# the ids that these tokens have in BERT's first vocabulary; here they are looked up.
 _DEFAULTS: Mapping[Any, Mapping[str, int | str]] = {
     "llama": {"unknown": 0, "bos": 1, "eos": 2},
     "t5": {"padding": 0, "eos": 1, "unknown": 2},
@@ -53,9 +55,10 @@ _DEFAULTS: Mapping[Any, Mapping[str, int | str]] = {
 
 
 class SpecialIds(NamedTuple):
-    """The ids that the file names; `eos` holds every id that ends an answer, unnamed ones last.
+    """The special token ids of a file.
 
-    `cls` and `sep` are what an encoder's texts stand between.
+    `eos` has every id that ends the generated text, those that the file does not name last. An
+    encoder's texts are enclosed by `cls` and `sep`.
     """
 
     bos: int | None
@@ -67,7 +70,7 @@ class SpecialIds(NamedTuple):
     mask: int | None = None
 
     def named(self) -> dict[str, int]:
-        """The ids by the names that chat templates know."""
+        """Return the ids by the names that chat templates use."""
         ids = {"bos": self.bos, "eos": self.eos[0] if self.eos else None, "unk": self.unk}
         ids |= {"pad": self.pad, "cls": self.cls, "sep": self.sep, "mask": self.mask}
         return {f"{name}_token": i for name, i in ids.items() if i is not None}
@@ -75,10 +78,10 @@ class SpecialIds(NamedTuple):
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Every token's text and type by id, and the ids of the tokens that have a text.
+    """The text and type of every token by id, and the id of every token that has a text.
 
-    `special` are the ids that stand for no text, `added` those and the user-defined: they are found
-    in a text before anything else.
+    `special` are the ids of special tokens, `added` those and the user-defined ones, which are
+    matched in a text before all others.
     """
 
     tokens: Sequence[str]
@@ -89,7 +92,7 @@ class Vocabulary:
 
 
 def special_ids(path: Path, metadata: Mapping[str, Any]) -> SpecialIds:
-    """The special token ids of a file; `CheckpointError` for one outside the vocabulary."""
+    """Read the special token ids; raise `CheckpointError` for one outside the vocabulary."""
     model = metadata.get(PREFIX + "model")
     defaults = _DEFAULTS.get(model if isinstance(model, str) else None, {})
     tokens = metadata.get(PREFIX + "tokens")
@@ -110,11 +113,11 @@ def special_ids(path: Path, metadata: Mapping[str, Any]) -> SpecialIds:
         return value
 
     eos = (read("eos"), read("eot"), read("eom"))
-    # The format's own misspelling; of an encoder's first token newer files speak as BOS.
+    # "seperator" is the format's own misspelling. Newer files name an encoder's CLS token as BOS.
     bos, cls, sep = read("bos"), read("cls"), read("seperator")
     ids = SpecialIds(
         bos=bos,
-        eos=tuple(dict.fromkeys([*(i for i in eos if i is not None), *_ends(tokens)])),
+        eos=tuple(dict.fromkeys([*(i for i in eos if i is not None), *_end_token_ids(tokens)])),
         unk=read("unknown"),
         pad=read("padding"),
         cls=bos if bos is not None and model == "bert" else cls,
@@ -126,27 +129,27 @@ def special_ids(path: Path, metadata: Mapping[str, Any]) -> SpecialIds:
     return ids
 
 
-def _ends(tokens: Sequence[Any]) -> list[int]:
-    """The ids of the tokens that end an answer by their text."""
+def _end_token_ids(tokens: Sequence[Any]) -> list[int]:
+    """Return the ids of the `END_TOKENS` in a vocabulary."""
     found = {
         token: i for i, token in enumerate(tokens) if isinstance(token, str) and token in _END_SET
     }
-    if all(token in found for token in _ENDS_OF_MESSAGES):
+    if all(token in found for token in _MESSAGE_ENDS):
         found.pop("<|end|>", None)
-    return [found[token] for token in ENDS if token in found]
+    return [found[token] for token in END_TOKENS if token in found]
 
 
 def read_vocabulary(path: Path, metadata: Mapping[str, Any], ids: SpecialIds) -> Vocabulary:
-    """The tokens of a file, checked; `CheckpointError` for damage."""
+    """Read and check the tokens of a file; raise `CheckpointError` for damage."""
     tokens = metadata.get(PREFIX + "tokens")
     if not is_strings(tokens) or not tokens:
-        raise CheckpointError(f"{path}: {PREFIX}tokens is no list of strings")
+        raise CheckpointError(f"{path}: {PREFIX}tokens is not a list of strings")
     if len(tokens) > MAX_TOKENS:
         raise CheckpointError(
             f"{path}: {len(tokens):,} tokens are more than the limit of {MAX_TOKENS:,}"
         )
     types = metadata.get(PREFIX + "token_type")
-    types = [int(TokenType.NORMAL)] * len(tokens) if types is None else numbers(types)
+    types = [int(TokenType.NORMAL)] * len(tokens) if types is None else number_list(types)
     if len(types) != len(tokens):
         raise CheckpointError(
             f"{path}: {len(tokens):,} tokens but {len(types):,} token types; the file is damaged"
@@ -154,20 +157,20 @@ def read_vocabulary(path: Path, metadata: Mapping[str, Any], ids: SpecialIds) ->
     types, problems = _checked_types(types)
     known: dict[str, int] = {}
     for index, token in enumerate(tokens):
-        # Holes in a vocabulary are written as empty tokens; nothing encodes to them.
+        # Unused ids are written as empty tokens; nothing encodes to them.
         if token and known.setdefault(token, index) != index:
             problems.append(f"token {token!r} has ids {known[token]} and {index}")
     if problems:
         raise CheckpointError.listing(path, problems)
-    # The end of an answer must be recognised even where a converter forgot to mark the token.
-    ends = {i for i in (ids.bos, *ids.eos, ids.cls, ids.sep) if i is not None}
-    special = ends | {i for i, kind in enumerate(types) if kind in _SPECIAL_TYPES}
-    plain = {i for i, kind in enumerate(types) if kind == TokenType.USER_DEFINED}
-    return Vocabulary(tokens, types, known, frozenset(special), frozenset(special | plain))
+    # Special ids are special even if a converter did not mark the token as such.
+    special = {i for i in (ids.bos, *ids.eos, ids.cls, ids.sep) if i is not None}
+    special |= {i for i, kind in enumerate(types) if kind in _SPECIAL_TYPES}
+    user_defined = {i for i, kind in enumerate(types) if kind == TokenType.USER_DEFINED}
+    return Vocabulary(tokens, types, known, frozenset(special), frozenset(special | user_defined))
 
 
 def _checked_types(types: Sequence[Any]) -> tuple[list[int], list[str]]:
-    """The types as numbers of the format, and what is wrong with them."""
+    """Return the types as the format's numbers, and the problems found in them."""
     last = int(max(TokenType))
     problems = [
         f"{PREFIX}token_type {index} is {type_!r}, one of {_UNDEFINED} to {last} is needed"
@@ -178,14 +181,16 @@ def _checked_types(types: Sequence[Any]) -> tuple[list[int], list[str]]:
     return [normal if type_ == _UNDEFINED else type_ for type_ in types], problems
 
 
-def flag(path: Path, metadata: Mapping[str, Any], key: str, default: bool) -> bool:
+def read_flag(path: Path, metadata: Mapping[str, Any], key: str, default: bool) -> bool:
+    """Read a boolean of the tokenizer; raise `CheckpointError` for another type."""
     value = metadata.get(PREFIX + key, default)
     if not isinstance(value, bool):
         raise CheckpointError(f"{path}: {PREFIX}{key} is {value!r}, true or false is needed")
     return value
 
 
-def text(path: Path, metadata: Mapping[str, Any], key: str) -> str | None:
+def read_string(path: Path, metadata: Mapping[str, Any], key: str) -> str | None:
+    """Read an optional string; raise `CheckpointError` for another type."""
     value = metadata.get(key)
     if value is not None and not isinstance(value, str):
         raise CheckpointError(f"{path}: {key} is a {type(value).__name__}, a string is needed")
@@ -193,11 +198,12 @@ def text(path: Path, metadata: Mapping[str, Any], key: str) -> str | None:
 
 
 def is_strings(value: Any) -> bool:
+    """Whether a value is an array of strings."""
     return isinstance(value, tuple) and all(isinstance(item, str) for item in value)
 
 
-def numbers(value: Any) -> list[Any]:
-    """A numeric array of the header as a list; empty for anything else."""
+def number_list(value: Any) -> list[Any]:
+    """Return a numeric array of the header as a list, or an empty list for anything else."""
     if isinstance(value, tuple):
         return [] if any(isinstance(item, str) for item in value) else list(value)
     return value.tolist() if hasattr(value, "tolist") else []

@@ -1,19 +1,19 @@
-"""A tokenizer out of a Hugging Face directory.
+"""Build a tokenizer from a Hugging Face directory.
 
-`tokenizer.json` is the tokenizer; without one, a SentencePiece model (`sentencepiece_files.py`), or
+The tokenizer is `tokenizer.json`; without one, a SentencePiece model (`sentencepiece_files.py`), or
 `vocab.json` with `merges.txt`, or `vocab.txt` (`vocabulary_files.py`). `tokenizer_config.json`
 adds tokens and names the special ones.
 
-What goes around a text (BOS, EOS) is the post-processor's of `tokenizer.json`, and whether a space
-goes before it is its pre-tokenizer's: `add_bos_token`, `add_eos_token` and `add_prefix_space`
-describe the older files and are honoured with those alone. transformers 5 does so too where
-`tokenizer_config.json` names no class of a model; with one, such as LlamaTokenizer, it takes the
-vocabulary alone from `tokenizer.json` and builds the rest anew.
+The post-processor of `tokenizer.json` adds the tokens around a text (BOS, EOS), and its
+pre-tokenizer the space before it: `add_bos_token`, `add_eos_token` and `add_prefix_space` apply to
+the older files only. transformers 5 does the same if `tokenizer_config.json` does not name a
+model's class; if it names one, such as LlamaTokenizer, transformers takes only the vocabulary from
+`tokenizer.json` and rebuilds the rest.
 
-The chat template is `chat_template.jinja`, else `chat_template.json`, else the key in
-`tokenizer_config.json`; of several named ones, "default". `clean_up_tokenization_spaces` is not
-applied: it changes text that a stream has already sent. A WordPiece decoder's own clean-up is,
-since it looks at one token.
+The chat template is `chat_template.jinja`, or else `chat_template.json`, or else the key in
+`tokenizer_config.json`; of several named templates, it is "default". `clean_up_tokenization_spaces`
+is not applied, because it changes text that a stream has already sent. The clean-up of a WordPiece
+decoder is applied, because it depends on one token only.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from jaxinfer.loading.tokenizers.token_bytes import (
 from jaxinfer.loading.tokenizers.tokenizer_parts import (
     MAX_TOKENS,
     TokenizerParts,
-    around,
+    affix_ids,
     read_text,
     too_large,
 )
@@ -57,10 +57,10 @@ NAMED_TOKENS = (
 
 
 def build_tokenizer(directory: Path, defaults: GenerationDefaults) -> Tokenizer:
-    """The tokenizer of `directory`; `defaults` say which ids end an answer, if they say so.
+    """Build the tokenizer of `directory`, with the EOS and BOS ids of `defaults` if it has any.
 
-    `CheckpointError` if there are no tokenizer files, if one is damaged, or for a decoder that
-    cannot be followed token by token.
+    Raises `CheckpointError` if there are no tokenizer files, if one is damaged, or if the decoder
+    cannot decode token by token.
     """
     config = _read_config(directory / "tokenizer_config.json")
     parts = _read_parts(directory, config)
@@ -92,7 +92,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _read_parts(directory: Path, config: Mapping[str, Any]) -> TokenizerParts:
-    """The tokenizer by the first of the kinds of files that is there."""
+    """Read the tokenizer from the first kind of files that exists."""
     named = {
         name: text for name in NAMED_TOKENS if (text := _token_text(config.get(name))) is not None
     }
@@ -104,28 +104,28 @@ def _read_parts(directory: Path, config: Mapping[str, Any]) -> TokenizerParts:
     for name in sentencepiece_files.NAMES:
         if (path := directory / name).is_file():
             _check_size(path)
-            added = sentencepiece_files.Added(
+            extra = sentencepiece_files.ExtraTokens(
                 listed=_listed_by_id(directory, config),
                 special=lambda names: _special_tokens(config, names),
             )
-            return sentencepiece_files.from_sentencepiece(path, config, kind, named, added)
+            return sentencepiece_files.from_sentencepiece(path, config, kind, named, extra)
     if (directory / "vocab.json").is_file() and (directory / "merges.txt").is_file():
-        read, path = vocabulary_files.from_merges, directory / "vocab.json"
+        read, path = vocabulary_files.from_vocab_json, directory / "vocab.json"
     elif (directory / "vocab.txt").is_file():
-        read, path = vocabulary_files.from_words, directory / "vocab.txt"
+        read, path = vocabulary_files.from_vocab_txt, directory / "vocab.txt"
     else:
         raise CheckpointError(
-            f"{directory}: holds no tokenizer.json, nor {' or '.join(sentencepiece_files.NAMES)}, "
+            f"{directory}: has no tokenizer.json, nor {' or '.join(sentencepiece_files.NAMES)}, "
             "vocab.json with merges.txt, or vocab.txt; copy them from the model's repository, or "
             "pass token ids"
         )
     backend, named = read(directory, config, kind, named)
     parts = _backend_parts(path, backend, config, named)
-    if backend.post_processor is not None:  # BERT's and RoBERTa's texts stand between two tokens
+    if backend.post_processor is not None:  # it adds the tokens around BERT's and RoBERTa's texts
         return parts
     return parts._replace(
-        prefix=around("bos", directory, config, backend, named),
-        suffix=around("eos", directory, config, backend, named),
+        prefix=affix_ids("bos", directory, config, backend, named),
+        suffix=affix_ids("eos", directory, config, backend, named),
     )
 
 
@@ -135,7 +135,7 @@ def _backend_parts(
     config: Mapping[str, Any],
     named: Mapping[str, str],
 ) -> TokenizerParts:
-    """The parts of a backend that was read from `path`, with the tokens of `config` added."""
+    """Return the parts of a backend that was read from `path`, with the tokens of `config`."""
     _add_tokens(path.parent, backend, config, named)
     try:
         table = token_table(backend, token_decoding(backend.decoder), MAX_TOKENS)
@@ -156,7 +156,7 @@ def _load_backend(path: Path) -> tokenizers.Tokenizer:
     # The library raises plain Exception for every kind of damage.
     except Exception as error:
         raise CheckpointError(f"{path}: not a valid tokenizer.json ({error})") from error
-    # Settings of training and embedding pipelines; a prompt is neither cut nor padded unasked.
+    # Truncation and padding are settings of training and embedding pipelines, not of a prompt.
     backend.no_truncation()
     backend.no_padding()
     return backend
@@ -173,9 +173,9 @@ def _add_tokens(
     config: Mapping[str, Any],
     named: Mapping[str, str],
 ) -> None:
-    """Add the tokens that the files beside `tokenizer.json` list and it does not know as added."""
+    """Add the tokens that the other files list and `tokenizer.json` does not."""
     known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
-    # By id, since a token new to the vocabulary takes the next free one.
+    # Sorted by id, because a token that is new to the vocabulary gets the next free id.
     listed = dict(sorted(_listed_by_id(directory, config).items(), key=lambda item: item[0]))
     new: list[tokenizers.AddedToken] = []
     for token in listed.values():
@@ -183,22 +183,25 @@ def _add_tokens(
             token.special = token.special or token.content in named.values()
             known[token.content] = token
             new.append(token)
-    # All at once: the library builds its search anew at each call (4,000 calls take 4 s).
+    # In one call: the library rebuilds its search at each call (4,000 calls take 4 s).
     backend.add_tokens(new)
     special: list[tokenizers.AddedToken] = []
     for token in _special_tokens(config, named):
-        # A token that is known already keeps its options, but is special from now on.
+        # A known token keeps its options, but becomes special.
         token = known.setdefault(token.content, token)
         token.special = True
         special.append(token)
     backend.add_special_tokens(special)
-    _warn_of_other_ids(directory, backend, listed)
+    _warn_about_other_ids(directory, backend, listed)
 
 
-def _warn_of_other_ids(
+def _warn_about_other_ids(
     directory: Path, backend: tokenizers.Tokenizer, listed: Mapping[int, tokenizers.AddedToken]
 ) -> None:
-    """transformers takes such files without a word, and has the ids that are had here."""
+    """Warn about added tokens whose ids differ from the stated ones.
+
+    transformers accepts such files silently, and gives the tokens the same ids as this reader.
+    """
     others = [
         f"{token.content!r} has id {actual}, not {index}"
         for index, token in listed.items()
@@ -206,8 +209,8 @@ def _warn_of_other_ids(
     ]
     if others:
         logging.warning(
-            "%s: ids of added tokens are not those that are stated (%s%s): an embedding may be "
-            "another token's",
+            "%s: ids of added tokens differ from the stated ones (%s%s): a token may get the "
+            "embedding of another one",
             directory,
             "; ".join(others[:MAX_SHOWN]),
             f"; and {len(others) - MAX_SHOWN} more" if len(others) > MAX_SHOWN else "",
@@ -215,9 +218,9 @@ def _warn_of_other_ids(
 
 
 def _listed_by_id(directory: Path, config: Mapping[str, Any]) -> dict[int, tokenizers.AddedToken]:
-    """`added_tokens_decoder` of `tokenizer_config.json`, over what `added_tokens.json` lists."""
+    """Return the tokens of `added_tokens.json`, updated with `added_tokens_decoder`."""
     path = directory / "added_tokens.json"
-    listed = sentencepiece_files.listed_in(path) if path.is_file() else {}
+    listed = sentencepiece_files.read_added_tokens(path) if path.is_file() else {}
     entries = config.get("added_tokens_decoder") or {}
     if not isinstance(entries, dict) or not all(map(_is_id, entries)):
         raise CheckpointError(
@@ -241,7 +244,7 @@ def _is_id(key: str) -> bool:
 def _special_tokens(
     config: Mapping[str, Any], named: Mapping[str, str]
 ) -> Iterator[tokenizers.AddedToken]:
-    """Named special tokens, then the extra ones, with the options that they are given with."""
+    """Yield the named special tokens, then the extra ones, with the options in `config`."""
     extra = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
     extra = extra.values() if isinstance(extra, dict) else extra if isinstance(extra, list) else []
     stated = {name: config.get(name) for name in named}
@@ -253,7 +256,7 @@ def _special_tokens(
 
 
 def _added_token(entry: Any) -> tokenizers.AddedToken | None:
-    """A token given as an object, `None` for anything else."""
+    """Return a token given as an object, or None for anything else."""
     if not isinstance(entry, dict) or not isinstance(entry.get("content"), str):
         return None
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -262,7 +265,7 @@ def _added_token(entry: Any) -> tokenizers.AddedToken | None:
 
 
 def _token_text(value: Any) -> str | None:
-    """The text of a token given as a string or as an object with `content`."""
+    """Return the text of a token given as a string or as an object with `content`."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) and value else None

@@ -1,6 +1,6 @@
-"""How each `tokenizer.ggml.pre` name splits text before byte-level merges.
+"""The rules that split text before byte-level merges, by their `tokenizer.ggml.pre` name.
 
-A GGUF file names its split rule instead of carrying it. The patterns are those of the models'
+A GGUF file contains the name of its split rule, not the rule. The patterns are those of the models'
 own `tokenizer.json` files; the names are those that GGUF converters write.
 """
 
@@ -38,7 +38,7 @@ _DEEPSEEK3 = (
     rf"{_SPACES}"
 )
 
-# Most letters that have cases, as listed in DeepSeek-V2's file.
+# Most letters that have upper and lower case, as listed in DeepSeek-V2's file.
 _CASED = (
     "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293"
     "\u0295-\u02af\u0370-\u0373\u0376\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c"
@@ -55,32 +55,33 @@ _CASED = (
     "\U000118a0-\U000118df\U0001e900-\U0001e943"
 )
 _WIDE = "[\u0800-\u9fa5\uac00-\ud7ff]+"
-# Splits at these marks, Chinese, Hindi, Urdu and Arabic ones among them.
+# Splits at these marks, which include Chinese, Hindi, Urdu and Arabic ones.
 _BLOOM = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 
 
 @dataclass(frozen=True)
 class SplitRule:
-    """One way to split: `patterns` in turn, each isolating its matches within the pieces so far.
+    """A split rule: each of the `patterns` in turn isolates its matches in the pieces so far.
 
-    `whole_words_first` takes a piece that is itself a token without trying merges; `adds_bos` is
-    the default where the file does not say; `composes` normalizes to NFC first.
+    `whole_words_first` encodes a piece that is a token as such, without merges; `adds_bos` is the
+    default for files that do not say; `uses_nfc` normalizes the text to NFC first.
     """
 
     patterns: tuple[str, ...]
     whole_words_first: bool = False
     adds_bos: bool = False
-    composes: bool = False
+    uses_nfc: bool = False
 
     def pre_tokenizer(self, *, add_prefix_space: bool = False) -> pre_tokenizers.PreTokenizer:
-        """The splits, then the byte alphabet."""
+        """Return the splits, followed by the byte alphabet."""
         splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in self.patterns]
         return pre_tokenizers.Sequence(
             [*splits, pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space, use_regex=False)]
         )
 
     def normalizer(self) -> normalizers.Normalizer | None:
-        return normalizers.NFC() if self.composes else None
+        """Return the normalizer, if the rule has one."""
+        return normalizers.NFC() if self.uses_nfc else None
 
 
 _PLAIN = SplitRule((_GPT2,))
@@ -98,7 +99,7 @@ SPLIT_RULES = {
         ),
         _PLAIN,
     ),
-    **dict.fromkeys(("mpt", "olmo"), SplitRule((_GPT2,), composes=True)),  # GPT-NeoX's
+    **dict.fromkeys(("mpt", "olmo"), SplitRule((_GPT2,), uses_nfc=True)),  # GPT-NeoX's
     **dict.fromkeys(("bloom", "poro-chat", "gpt3-finnish"), SplitRule((_BLOOM,))),
     "viking": SplitRule((r"\p{N}", _BLOOM)),
     **dict.fromkeys(
@@ -116,8 +117,8 @@ SPLIT_RULES = {
         ("deepseek-r1-qwen", "stablelm2", "hunyuan", "megrez", "grok-2", "kormo"),
         SplitRule((_QWEN2,)),
     ),
-    **dict.fromkeys(("qwen2", "f2llmv2"), SplitRule((_QWEN2,), composes=True)),
-    "qwen35": SplitRule((_QWEN35,), composes=True),
+    **dict.fromkeys(("qwen2", "f2llmv2"), SplitRule((_QWEN2,), uses_nfc=True)),
+    "qwen35": SplitRule((_QWEN35,), uses_nfc=True),
     "tekken": SplitRule((_TEKKEN,), whole_words_first=True, adds_bos=True),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), SplitRule((_GPT4O,))),
     "deepseek-llm": SplitRule(

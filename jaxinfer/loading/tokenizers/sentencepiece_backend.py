@@ -1,8 +1,8 @@
-"""Encoding by the `sentencepiece` library, for `tokenizer.model` files and GGUF vocabularies.
+"""Encode with the `sentencepiece` library, for `tokenizer.model` files and GGUF vocabularies.
 
-The library normalizes and segments as in training: its normalization, its single-precision scores
-and its ties are not those of a tokenizer rebuilt from the same pieces. Added tokens are cut out
-of the text before, by the `tokenizers` library with all its options.
+The library normalizes and segments as in training; a tokenizer rebuilt from the same pieces differs
+in normalization, in the precision of scores (single) and in how ties are resolved. Before that, the
+`tokenizers` library splits the text at added tokens, with all its options.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ from tokenizers import models
 
 from jaxinfer.loading.checkpoint import CheckpointError
 
-# Piece types and model types of the format; GGUF numbers its token types alike.
+# Piece types and model types of the format; GGUF numbers its token types in the same way.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 UNIGRAM, BPE = 1, 2
 
 
 class Encoded(NamedTuple):
-    """What `tokenizers` calls an encoding, as far as it is used."""
+    """The part of a `tokenizers.Encoding` that is used."""
 
     ids: list[int]
 
 
 class SentencePieceBackend:
-    """A SentencePiece model with added tokens, `tokens[i]` being the text of id i.
+    """A SentencePiece model with added tokens; `tokens[i]` is the text of id i.
 
-    `added` are the tokens that are found in a text before it is normalized. What lies between them
-    is encoded on its own: each part with the model's space prefix if `prefixes_every_part`, else
-    only a part that begins the text. `CheckpointError` for a model that the library refuses.
+    `added` are the tokens that are matched in a text before it is normalized. The parts between
+    them are encoded separately: each one with the model's space prefix if `prefixes_every_part`,
+    otherwise only a part at the start of the text. Raises `CheckpointError` for a model that the
+    library refuses.
     """
 
     def __init__(
@@ -55,20 +56,20 @@ class SentencePieceBackend:
         self._ids = {token: i for i, token in enumerate(tokens) if token is not None}
         self._processor = _load(path, model)
         self._prefixes_every_part = prefixes_every_part
-        # A model of whole texts: what is no added token comes out as one unknown word.
+        # This model encodes each part between added tokens as one unknown word.
         self._outside = len(tokens)
         vocabulary = {token.content: i for i, token in added.items()}
-        cutter = models.WordLevel({**vocabulary, "": self._outside}, unk_token="")
-        self._cutter = tokenizers.Tokenizer(cutter) if added else None
-        if self._cutter is not None:
-            self._cutter.add_tokens(list(added.values()))
+        splitter = models.WordLevel({**vocabulary, "": self._outside}, unk_token="")
+        self._splitter = tokenizers.Tokenizer(splitter) if added else None
+        if self._splitter is not None:
+            self._splitter.add_tokens(list(added.values()))
 
     def encode(self, text: str, /, *, add_special_tokens: bool = True) -> Encoded:
-        """Token ids of `text`; what goes around it is not this class's business."""
-        if self._cutter is None:
+        """Encode `text`, without any tokens before or after it."""
+        if self._splitter is None:
             return Encoded(self._processor.encode(text))
         ids: list[int] = []
-        parts = self._cutter.encode(text, add_special_tokens=False)
+        parts = self._splitter.encode(text, add_special_tokens=False)
         for token_id, (start, end) in zip(parts.ids, parts.offsets, strict=True):
             if token_id != self._outside:
                 ids.append(token_id)
@@ -94,15 +95,16 @@ class SentencePieceBackend:
 def _load(path: Path, model: Any) -> SentencePieceProcessor:
     try:
         return SentencePieceProcessor(model_proto=model.SerializeToString())
-    # The library raises RuntimeError, ValueError and others of its own, by the kind of damage.
+    # The library raises RuntimeError, ValueError and other types, depending on the damage.
     except Exception as error:
         raise CheckpointError(f"{path}: not a SentencePiece vocabulary ({error})") from error
 
 
 def read_model(path: Path) -> Any:
-    """The `ModelProto` of a `tokenizer.model` file.
+    """Read the `ModelProto` of a `tokenizer.model` file.
 
-    `CheckpointError` for another kind of file, and for settings whose text cannot be streamed.
+    Raises `CheckpointError` for another kind of file, and for settings whose text cannot be
+    streamed.
     """
     try:
         raw = path.read_bytes()
@@ -111,19 +113,19 @@ def read_model(path: Path) -> Any:
     model = ModelProto()
     try:
         model.ParseFromString(raw)
-    # protobuf's own DecodeError; its class differs between the implementations.
+    # protobuf's DecodeError, whose class differs between implementations.
     except Exception as error:
         raise _no_model(path, str(error)) from error
     if not model.pieces:
-        raise _no_model(path, "it holds no pieces")
+        raise _no_model(path, "it has no pieces")
     if model.trainer_spec.treat_whitespace_as_suffix:
         raise CheckpointError(
-            f"{path}: its pieces end with their space (treat_whitespace_as_suffix), which is not "
-            "supported; use a tokenizer.json"
+            f"{path}: its pieces have the space at their end (treat_whitespace_as_suffix), which "
+            "is not supported; use a tokenizer.json"
         )
     if model.denormalizer_spec.precompiled_charsmap:
         raise CheckpointError(
-            f"{path}: it rewrites decoded text (denormalizer_spec), which a stream cannot follow; "
+            f"{path}: it rewrites decoded text (denormalizer_spec), which cannot be streamed; "
             "use a tokenizer.json"
         )
     return model
@@ -139,15 +141,15 @@ def _no_model(path: Path, reason: str) -> CheckpointError:
 def make_model(
     pieces: Sequence[str], scores: Sequence[float], types: Sequence[int], *, kind: int
 ) -> Any:
-    """A `ModelProto` of `kind` that changes no text: set its `normalizer_spec` for more.
+    """Make a `ModelProto` of `kind` that does not normalize text; set its `normalizer_spec` to.
 
-    Empty pieces are holes: they take no part. Bytes are fallen back on if any is of that type.
+    Empty pieces are unused ids. Byte fallback is enabled if a piece is of type BYTE.
     """
     model = ModelProto()
     for index, (piece, score, type_) in enumerate(zip(pieces, scores, types, strict=True)):
         if piece and "\0" not in piece:
             model.pieces.add(piece=piece, score=score, type=type_)
-        else:  # the library takes neither; a control piece is never found in a text
+        else:  # the library refuses such pieces; a control piece never matches a text
             model.pieces.add(piece=f"\1hole {index}", type=CONTROL)
     model.trainer_spec.model_type = kind
     model.trainer_spec.byte_fallback = BYTE in types
@@ -159,6 +161,6 @@ def make_model(
 
 
 def strips_leading_space(model: Any) -> bool:
-    """Whether decoding takes off the space that encoding puts before a text."""
+    """Whether decoding removes the space that encoding adds before a text."""
     spec = model.normalizer_spec
     return spec.add_dummy_prefix or spec.remove_extra_whitespaces

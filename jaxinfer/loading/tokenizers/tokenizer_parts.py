@@ -1,4 +1,4 @@
-"""What every way of reading a tokenizer's files comes to, before the chat template is added."""
+"""The parts of a tokenizer that its files give, without the chat template."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ MAX_TOKENS = 4_194_304  # the largest vocabularies in use have 262,144
 
 
 class TokenizerParts(NamedTuple):
-    """What encodes, every token's bytes, the special ids, and names of special tokens.
+    """A backend, the bytes of every token, the special ids, and the named special tokens.
 
-    `prefix` and `suffix` go around each text, beside what `backend` adds by itself.
+    `prefix` and `suffix` are added around each text, besides the tokens that `backend` adds itself.
     """
 
     backend: Backend
@@ -28,7 +28,10 @@ class TokenizerParts(NamedTuple):
 
 
 def read_text(path: Path, max_bytes: int) -> str:
-    """The text of a file in UTF-8; `CheckpointError` for anything else, or past `max_bytes`."""
+    """Read a UTF-8 text file.
+
+    Raises `CheckpointError` for another encoding, and for a file of more than `max_bytes`.
+    """
     try:
         size = path.stat().st_size
         if size <= max_bytes:
@@ -39,10 +42,14 @@ def read_text(path: Path, max_bytes: int) -> str:
 
 
 def too_large(path: Path, size: int, max_bytes: int) -> CheckpointError:
-    return CheckpointError(f"{path}: {size:,} bytes are more than the limit of {max_bytes:,}")
+    """Make the error for a file that is larger than the limit."""
+    return CheckpointError(
+        f"{path}: {size:,} bytes are more than the limit of {max_bytes:,}; this is not a usual "
+        "tokenizer's file, fetch it again"
+    )
 
 
-def around(
+def affix_ids(
     which: str,
     directory: Path,
     config: Mapping[str, Any],
@@ -51,9 +58,9 @@ def around(
     *,
     default: bool = False,
 ) -> tuple[int, ...]:
-    """The token "bos" or "eos", as often as `tokenizer_config.json` puts it beside a text.
+    """Return the token `which` ("bos" or "eos") if `tokenizer_config.json` adds it to a text.
 
-    `CheckpointError` where it asks for a token that has no name or no id.
+    Raises `CheckpointError` if it adds a token that has no name or no id.
     """
     key = f"add_{which}_token"
     value = default if config.get(key) is None else config[key]

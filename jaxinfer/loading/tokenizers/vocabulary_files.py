@@ -1,8 +1,8 @@
-"""Tokenizers of the files that came before `tokenizer.json`.
+"""Read tokenizers from the files that predate `tokenizer.json`.
 
-`vocab.txt` is BERT's WordPiece vocabulary, `vocab.json` with `merges.txt` byte-level BPE as in
-GPT-2, RoBERTa and Qwen2. How they prepare text is not in the files: it follows from the tokenizer's
-class in `tokenizer_config.json`, else from `model_type` in `config.json`.
+`vocab.txt` is BERT's WordPiece vocabulary; `vocab.json` with `merges.txt` is byte-level BPE as in
+GPT-2, RoBERTa and Qwen2. The files do not say how text is normalized and split: that depends on the
+tokenizer's class in `tokenizer_config.json`, or else on `model_type` in `config.json`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from jaxinfer.loading.checkpoint import CheckpointError, read_json_object
 from jaxinfer.loading.tokenizers.pretokenizers import SPLIT_RULES
 from jaxinfer.loading.tokenizers.tokenizer_parts import MAX_TOKENS, read_text
-from jaxinfer.loading.tokenizers.wordpiece import BertText, bert_backend, surround
+from jaxinfer.loading.tokenizers.wordpiece import BertText, bert_backend, enclose_texts
 
 MAX_VOCABULARY_BYTES = 64 * 2**20  # the largest in use have 5 MB
 _GPT2 = ("GPT2Tokenizer", "CodeGenTokenizer")
@@ -57,30 +57,30 @@ _BERT_NAMES = {
 
 
 class FromFiles(NamedTuple):
-    """A tokenizer without its special tokens, and the names that its class gives them."""
+    """A tokenizer without its special tokens, and the special tokens by name."""
 
     backend: tokenizers.Tokenizer
     named: Mapping[str, str]
 
 
 def tokenizer_class(config: Mapping[str, Any], model_type: Any) -> str | None:
-    """The class that `tokenizer_config.json` names, else the one usual for `model_type`."""
+    """Return the class in `tokenizer_config.json`, or else the usual one for `model_type`."""
     name = config.get("tokenizer_class")
     if isinstance(name, str) and name:
         return name.removesuffix("Fast")
     return _CLASS_OF_MODEL.get(model_type) if isinstance(model_type, str) else None
 
 
-def from_merges(
+def from_vocab_json(
     directory: Path, config: Mapping[str, Any], kind: str | None, named: Mapping[str, str]
 ) -> FromFiles:
-    """Byte-level BPE of `vocab.json` and `merges.txt`; `named` are the special tokens given."""
+    """Read byte-level BPE from `vocab.json` and `merges.txt`; `named` are given special tokens."""
     path = directory / "vocab.json"
     vocabulary = read_json_object(path, MAX_VOCABULARY_BYTES)
     for token, index in vocabulary.items():
         if type(index) is not int or not 0 <= index < MAX_TOKENS:
             raise CheckpointError(
-                f"{path}: token {token!r} has id {index!r}, a number below {MAX_TOKENS:,} is needed"
+                f"{path}: token {token!r} has id {index!r}, an id below {MAX_TOKENS:,} is needed"
             )
     merges = _merges(directory / "merges.txt", vocabulary)
     backend = tokenizers.Tokenizer(models.BPE(vocabulary, merges))
@@ -106,16 +106,16 @@ def from_merges(
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=has_prefix)
     names = {**names, **named}
     if kind in _ROBERTA:
-        _surround(path, backend, names)
+        _enclose_texts(path, backend, names)
     return FromFiles(backend, names)
 
 
-def from_words(
+def from_vocab_txt(
     directory: Path, config: Mapping[str, Any], kind: str | None, named: Mapping[str, str]
 ) -> FromFiles:
-    """BERT's WordPiece of `vocab.txt`, one token a line; `named` are the special tokens given."""
+    """Read BERT's WordPiece from `vocab.txt`, one token per line; `named` are special tokens."""
     path = directory / "vocab.txt"
-    # Ids are line numbers; the line ends that count are the library's: no others than \n.
+    # Ids are line numbers. As in the `tokenizers` library, only \n ends a line.
     lines = read_text(path, MAX_VOCABULARY_BYTES).split("\n")
     words = [line.rstrip() for line in (lines[:-1] if lines[-1] == "" else lines)]
     if kind is not None and kind not in _BERT:
@@ -127,21 +127,21 @@ def from_words(
         splits_chinese=_flag(directory, config, "tokenize_chinese_chars", True) is True,
     )
     backend = bert_backend({word: i for i, word in enumerate(words)}, names["unk_token"], text)
-    _surround(path, backend, names)
+    _enclose_texts(path, backend, names)
     return FromFiles(backend, names)
 
 
-def _surround(path: Path, backend: tokenizers.Tokenizer, names: Mapping[str, str]) -> None:
-    around = (names["cls_token"], names["sep_token"])
+def _enclose_texts(path: Path, backend: tokenizers.Tokenizer, names: Mapping[str, str]) -> None:
+    first, last = names["cls_token"], names["sep_token"]
     missing = [
-        token for token in (*around, names["unk_token"]) if backend.token_to_id(token) is None
+        token for token in (first, last, names["unk_token"]) if backend.token_to_id(token) is None
     ]
     if missing:
         raise CheckpointError(
             f"{path}: lacks the special tokens {', '.join(map(repr, missing))}; name the right "
             "ones in tokenizer_config.json"
         )
-    surround(backend, *around)
+    enclose_texts(backend, first, last)
 
 
 def _merges(path: Path, vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
