@@ -98,6 +98,7 @@ def requantized(checkpoint: Checkpoint, kind: str, path: Path) -> Checkpoint:
     return open_checkpoint(path)
 
 
+@pytest.mark.ci
 def test_the_demo_model_stays_as_small_as_its_file(tmp_path):
     demo = open_checkpoint("demo")
     model = functional_model(demo, Numerics())

@@ -25,7 +25,7 @@ from tests.support import tiny_server
 from tests.support.child_process import IN_HASTE
 from tests.support.paths import SCRIPTS
 
-pytestmark = [pytest.mark.long, pytest.mark.once]
+pytestmark = [pytest.mark.long, pytest.mark.ci, pytest.mark.once]
 
 SCRIPT = SCRIPTS / "serve.py"
 OPTIONS = merge(tiny_server.OPTIONS, {"max_model_len": 4096, "cache": {"num_pages": 512}})

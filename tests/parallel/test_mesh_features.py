@@ -12,7 +12,7 @@ from tests.support.mesh_bench import VOCAB_SIZE
 from tests.support.mesh_features_child import FEATURES, Feature
 from tests.support.paths import SUPPORT
 
-pytestmark = [pytest.mark.long, pytest.mark.once]
+pytestmark = [pytest.mark.long, pytest.mark.ci, pytest.mark.once]
 
 SCRIPT = SUPPORT / "mesh_features_child.py"
 # Sums of parts differ by 2e-6; a feature that is left out on one side, by 5e-3 and more.

@@ -39,6 +39,7 @@ def in_this_environment(command: str) -> str:
     return command.replace(".venv/bin/python", sys.executable)
 
 
+@pytest.mark.ci
 @pytest.mark.once
 @pytest.mark.parametrize("block", blocks("bash"))
 def test_every_command_in_the_documents_runs(block, tmp_path):
@@ -60,6 +61,7 @@ def test_every_command_in_the_documents_runs(block, tmp_path):
     assert done.stdout.strip()
 
 
+@pytest.mark.ci
 @pytest.mark.once
 @pytest.mark.parametrize("block", blocks("python"))
 def test_every_example_in_the_documents_runs(block):
@@ -73,6 +75,7 @@ def test_every_example_in_the_documents_runs(block):
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.ci
 @pytest.mark.once
 @pytest.mark.filterwarnings("default")  # the notebook machinery's own
 @pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda p: p.name)

@@ -19,6 +19,10 @@ def test_case(backend, case):
 
 def test_plain():
     pass
+
+@pytest.mark.ci
+def test_long():
+    pass
 """
 
 
@@ -31,10 +35,10 @@ def test_shares_differ_by_seed_and_cover_every_case():
 
 
 @pytest.mark.parametrize(
-    ("choice", "least", "most"), [("first", 3, 3), ("all", 101, 101), ("0f3c", 4, 30)]
+    ("choice", "least", "most"), [("first", 3, 3), ("all", 102, 102), ("0f3c", 5, 31)]
 )
 def test_matrix_option_chooses_cases(pytester, choice, least, most):
-    pytester.makeini("[pytest]\nmarkers =\n    matrix(by=()): x\n    long: y\n")
+    pytester.makeini("[pytest]\nmarkers =\n    matrix(by=()): x\n    ci: y\n")
     pytester.makeconftest(
         "from tests.support import matrix\n"
         "def pytest_collection_modifyitems(items):\n"
@@ -46,7 +50,7 @@ def test_matrix_option_chooses_cases(pytester, choice, least, most):
 
 
 def test_unknown_parameter_of_a_matrix_is_an_error(pytester):
-    pytester.makeini("[pytest]\nmarkers =\n    matrix(by=()): x\n")
+    pytester.makeini("[pytest]\nmarkers =\n    matrix(by=()): x\n    ci: y\n")
     pytester.makeconftest(
         "from tests.support import matrix\n"
         "def pytest_collection_modifyitems(items):\n"

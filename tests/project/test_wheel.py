@@ -17,7 +17,7 @@ from tests.support.installed_wheel import Installed, build_wheel, python_with_de
 from tests.support.paths import ROOT
 from tests.support.tiny_checkpoints import TinyLlama, write_checkpoint
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.ci]
 
 # The folders of the repository, and where a wheel has them.
 PACKAGES = {"jaxinfer": "jaxinfer"} | {

@@ -30,6 +30,7 @@ bearer = "{KEY}"
 """
 
 
+@pytest.mark.ci
 @pytest.mark.once
 def test_the_server_does_what_its_document_says(tmp_path):
     config = tmp_path / "schemathesis.toml"

@@ -3,7 +3,8 @@
 A test marked `matrix` repeats one law over many cases. `make test` runs one case of each matrix,
 CI adds a tenth of the others, another tenth for each commit, and `make test-all` runs them all.
 `matrix(by=("backend", "dtype"))` keeps cases until each value of each parameter named has run
-once, so that no value goes untested.
+once, so that no value goes untested. A test marked `ci` takes long and proves little that a
+newcomer could break: CI and `make test-all` run it, `make test` does not.
 """
 
 from __future__ import annotations
@@ -46,14 +47,18 @@ def choose(
 ) -> tuple[list[pytest.Item], list[pytest.Item]]:
     """Split the collected cases into those to run and those to leave out.
 
-    `choice` is "all", "first" (cases until each value named by `by` has run), or a seed: the same
-    and the tenth of the others that the seed chooses.
+    `choice` is "all", "first" (cases until each value named by `by` has run, and no test marked
+    `ci`), or a seed: the same, the tests marked `ci`, and the tenth of the others that the seed
+    chooses.
     """
     if choice == ALL:
         return list(items), []
     seen: set[Hashable] = set()
     chosen, left_out = [], []
     for item in items:
+        if choice == FIRST and item.get_closest_marker("ci"):
+            left_out.append(item)
+            continue
         values = named_values(item)
         is_new = values is None or not seen.issuperset(values)
         seen.update(values or ())

@@ -9,6 +9,7 @@ import pytest
 from tests.support.paths import ROOT
 
 
+@pytest.mark.ci
 @pytest.mark.once
 def test_the_offline_bench_prints_a_table_and_writes_json(tmp_path):
     out = tmp_path / "out.json"

@@ -353,6 +353,7 @@ def test_an_unknown_operator_is_answered_with_the_known_ones():
 
 
 @needs_triton
+@pytest.mark.ci
 @pytest.mark.once
 def test_it_rehearses_on_a_cpu(tmp_path):
     out = tmp_path / "out.json"

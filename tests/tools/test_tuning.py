@@ -322,6 +322,7 @@ def test_without_a_device_or_a_target_the_tuner_says_so():
 
 
 @needs_triton
+@pytest.mark.ci
 @pytest.mark.once
 def test_the_tuner_rehearses_on_a_cpu(tmp_path):
     out = tmp_path / "out.json"
