@@ -30,9 +30,10 @@ from jaxinfer.nn.checks import (
 )
 from jaxinfer.nn.experts import Experts, ExpertsConfig
 from jaxinfer.nn.latent_attention import LatentAttention, LatentConfig
-from jaxinfer.nn.layers import Embedding, GatedMLP, Linear, Numerics, RMSNorm, tokenwise
+from jaxinfer.nn.layers import Embedding, GatedMLP, Linear, NoNorm, Numerics, RMSNorm
 from jaxinfer.nn.ragged import CacheShape, RaggedBatch
 from jaxinfer.nn.rope import Rope
+from jaxinfer.nn.tokenwise import HiddenStates, tokenwise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,72 +151,53 @@ class Block(nnx.Module):
     """`x += attention(norm(x)); x += mlp(norm(x))`, with norms before, after or around them."""
 
     def __init__(self, config: DecoderConfig, layer: LayerConfig, numerics: Numerics):
-        self.numerics = numerics
-        self.residual_scale = config.residual_scale
-        before = partial(self._norm, config, config.norms != "after")
-        after = partial(self._norm, config, config.norms != "before")
-        self.attention_norm = before()
-        self.attention: Any = self._attention(config, layer)
-        self.attention_post_norm = after()
-        self.mlp_norm = before()
-        self.mlp = self._mlp(config, layer)
-        self.mlp_post_norm = after()
-
-    def _attention(self, config: DecoderConfig, layer: LayerConfig) -> Attention | LatentAttention:
-        if config.latent is None:
-            return Attention(config.attention(layer), self.numerics)
-        D, N, scale = config.model_dim, config.num_heads, config.attention_scale
-        return LatentAttention(D, N, config.latent, self.numerics, scale=scale)
-
-    def _mlp(self, config: DecoderConfig, layer: LayerConfig) -> GatedMLP | Experts:
-        D, numerics = config.model_dim, self.numerics
-        if layer.experts is not None:
-            return Experts(D, layer.experts, numerics)
-        assert layer.ffn_dim is not None
-        return GatedMLP(D, layer.ffn_dim, config.activation, numerics, bias=config.mlp_bias)
-
-    def _norm(self, config: DecoderConfig, is_there: bool) -> RMSNorm | None:
-        if not is_there:
-            return None
-        return RMSNorm(config.model_dim, config.norm_eps, self.numerics, offset=config.norm_offset)
+        scale = config.residual_scale
+        self.attention_norm = _norm(config, numerics, config.norms != "after")
+        self.attention = _attention(config, layer, numerics)
+        self.attention_post_norm = _norm(config, numerics, config.norms != "before", scale)
+        self.mlp_norm = _norm(config, numerics, config.norms != "after")
+        self.mlp = _mlp(config, layer, numerics)
+        self.mlp_post_norm = _norm(config, numerics, config.norms != "before", scale)
 
     def __call__(
         self,
-        update: Float[Array, "T D"],
-        residual: Float[Array, "T D"] | None,
-        angles: tuple[Float[Array, "T half"], Float[Array, "T half"]] | None,
+        hidden: HiddenStates,
+        angles: Rotary | None,
         batch: RaggedBatch,
         pages: KVPages,
-    ) -> tuple[Float[Array, "T D"], Float[Array, "T D"], KVPages]:
-        """`update`, what the block before computed, is added to the residual stream here, in one
-        pass with the norm; so is this block's own in the next one."""
-        streams = (update,) if residual is None else (update, residual)
-        *projected, total = tokenwise(self.numerics, self._before, *streams)
-        attended, pages = self.attention.attend(*projected, angles, batch, pages)
-        update, total = tokenwise(self.numerics, self._after, attended, total)
-        return update, total, pages
-
-    def _before(self, update, residual=None):
-        normed, residual = _entering(self.attention_norm, update, residual)
-        return *self.attention.project_in(normed), residual
-
-    def _after(self, attended, residual):
-        update = self.attention.project_out(attended)
-        update = self._leaving(self.attention_post_norm, update)
-        normed, residual = _entering(self.mlp_norm, update, residual)
-        return self._leaving(self.mlp_post_norm, self.mlp(normed)), residual
-
-    def _leaving(self, norm: RMSNorm | None, update: jax.Array) -> jax.Array:
-        update = update if norm is None else norm(update)
-        return update if self.residual_scale == 1 else update * self.residual_scale
+    ) -> tuple[HiddenStates, KVPages]:
+        """Return the hidden states after the block, and the pages with the new keys and values."""
+        hidden = hidden.add_norm(self.attention_norm)
+        hidden, pages = hidden.attend(self.attention, angles, batch, pages)
+        hidden = hidden.apply(self.attention_post_norm).add_norm(self.mlp_norm)
+        hidden = hidden.apply(self.mlp).apply(self.mlp_post_norm)
+        return hidden, pages
 
 
-def _entering(norm: RMSNorm | None, update, residual):
-    """What a sublayer takes, and the residual stream it takes it from."""
-    if norm is not None:
-        return norm.after(update, residual)
-    total = update if residual is None else residual + update
-    return total, total
+def _norm(
+    config: DecoderConfig, numerics: Numerics, is_there: bool, scale: float = 1.0
+) -> RMSNorm | NoNorm:
+    if not is_there:
+        return NoNorm(scale)
+    D, eps = config.model_dim, config.norm_eps
+    return RMSNorm(D, eps, numerics, offset=config.norm_offset, scale=scale)
+
+
+def _attention(
+    config: DecoderConfig, layer: LayerConfig, numerics: Numerics
+) -> Attention | LatentAttention:
+    if config.latent is None:
+        return Attention(config.attention(layer), numerics)
+    D, N, scale = config.model_dim, config.num_heads, config.attention_scale
+    return LatentAttention(D, N, config.latent, numerics, scale=scale)
+
+
+def _mlp(config: DecoderConfig, layer: LayerConfig, numerics: Numerics) -> GatedMLP | Experts:
+    D = config.model_dim
+    if layer.experts is not None:
+        return Experts(D, layer.experts, numerics)
+    assert layer.ffn_dim is not None
+    return GatedMLP(D, layer.ffn_dim, config.activation, numerics, bias=config.mlp_bias)
 
 
 # Not a program of its own: jit remembers the trace by the block's structure, so 30 equal layers are
@@ -223,29 +205,33 @@ def _entering(norm: RMSNorm | None, update, residual):
 # so that what all layers derive from the batch is computed once (Llama-3-8B compiled for a v5p: 42
 # launches a layer otherwise, 21 so).
 @partial(jax.jit, static_argnames=("graph",), inline=True)
-def run_block(graph, weights, update, residual, angles, batch, pages):
-    """`block(update, residual, angles, batch, pages)` of a block that `nnx.split` cut in two."""
-    return nnx.merge(graph, weights)(update, residual, angles, batch, pages)
+def run_block(graph, weights, hidden: HiddenStates, angles, batch, pages):
+    """Run a block that `nnx.split` cut into `graph` and `weights`."""
+    block: Any = nnx.merge(graph, weights)
+    hidden, pages = block(hidden, angles, batch, pages)
+    return hidden.computed(), pages
 
 
 def run_blocks(
     blocks: Sequence[nnx.Module],
-    update: Float[Array, "T D"],
+    hidden: HiddenStates,
     angles: Sequence[Rotary | None],
     batch: RaggedBatch,
     pages: Sequence[KVPages],
 ) -> tuple[Float[Array, "T D"], tuple[KVPages, ...]]:
-    """Hidden states after all blocks, which take the embedded tokens, and each its own angles and
-    pages; the pages with the new keys and values."""
-    residual, new_pages = None, []
-    for i, (block, turned, layer_pages) in enumerate(zip(blocks, angles, pages, strict=True)):
+    """Return the hidden states after all blocks, and the pages with the new keys and values.
+
+    Each block has its own angles and pages.
+    """
+    new_pages = []
+    for i, (block, block_angles, layer_pages) in enumerate(zip(blocks, angles, pages, strict=True)):
         with jax.named_scope(f"block_{i}"):
             graph, weights = nnx.split(block)
-            update, residual, layer_pages = run_block(
-                graph, weights, update, residual, turned, batch, layer_pages
+            hidden, layer_pages = run_block(
+                graph, weights, hidden, block_angles, batch, layer_pages
             )
         new_pages.append(layer_pages)
-    return (update if residual is None else residual + update), tuple(new_pages)
+    return hidden.total(), tuple(new_pages)
 
 
 def head_logits(
@@ -290,7 +276,8 @@ class Decoder(nnx.Module):
         """Hidden states after all blocks of those before them."""
         ropes = [self.config.layer(i).rope for i in range(self.config.num_layers)]
         angles = {rope: self._angles(rope, batch) for rope in dict.fromkeys(ropes)}
-        return run_blocks(self.blocks, hidden, [angles[rope] for rope in ropes], batch, pages)
+        entering = HiddenStates(hidden, None, self.numerics)
+        return run_blocks(self.blocks, entering, [angles[rope] for rope in ropes], batch, pages)
 
     def _angles(self, rope: Rope | None, batch: RaggedBatch):
         if rope is None:

@@ -96,8 +96,8 @@ class EncoderBlock(nnx.Module):
         self.mlp_norm = LayerNorm(D, eps, numerics)
 
     def __call__(self, x: Float[Array, "T D"], lengths: Int[Array, " R"]) -> Float[Array, "T D"]:
-        x, _ = self.attention_norm.after(self.attention(x, lengths), x)
-        x, _ = self.mlp_norm.after(self.mlp(x), x)
+        x, _ = self.attention_norm.add_norm(self.attention(x, lengths), x)
+        x, _ = self.mlp_norm.add_norm(self.mlp(x), x)
         return x
 
 
@@ -123,7 +123,7 @@ class Encoder(nnx.Module):
         x = self.embed(token_ids.reshape(-1))
         if self.token_types is not None:  # one text, hence segment 0
             x = x + self.token_types[...][0]
-        x, _ = self.embed_norm.after(x, places)
+        x, _ = self.embed_norm.add_norm(x, places)
         for i, block in enumerate(self.blocks):
             with jax.named_scope(f"block_{i}"):
                 x = block(x, lengths)

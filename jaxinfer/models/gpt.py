@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxinfer.kernels.gated_mlp.activations import ACTIVATIONS
 from jaxinfer.kernels.kv_pages import KVPages
+from jaxinfer.kernels.paged_attention.update import Rotary
 from jaxinfer.models.decoder import head_logits, run_blocks
 from jaxinfer.nn.attention import Attention, AttentionConfig
 from jaxinfer.nn.checks import (
@@ -25,9 +26,10 @@ from jaxinfer.nn.checks import (
     wrong_epsilon,
     wrong_rope_dims,
 )
-from jaxinfer.nn.layers import MLP, Embedding, LayerNorm, Linear, Numerics, parameter, tokenwise
+from jaxinfer.nn.layers import MLP, Embedding, LayerNorm, Linear, NoNorm, Numerics, parameter
 from jaxinfer.nn.ragged import CacheShape, RaggedBatch
 from jaxinfer.nn.rope import Rope
+from jaxinfer.nn.tokenwise import HiddenStates, tokenwise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,12 +101,11 @@ class GptBlock(nnx.Module):
     """`x += attention(norm(x)); x += mlp(norm(x))`, or one of `GptConfig.residual`'s variants."""
 
     def __init__(self, config: GptConfig, index: int, numerics: Numerics):
-        self.numerics = numerics
         self.residual = config.residual
         # Part of the first block, so that it shares a loop of `tokenwise` with products. On its
         # own, XLA joins a loop of one tile with the next: other bits than from two tiles.
         is_normed = config.has_embedding_norm and index == 0
-        norm = LayerNorm(config.model_dim, config.norm_eps, numerics) if is_normed else None
+        norm = LayerNorm(config.model_dim, config.norm_eps, numerics) if is_normed else NoNorm()
         self.embedding_norm = norm
         self.attention_norm = LayerNorm(config.model_dim, config.norm_eps, numerics)
         self.attention = Attention(config.attention(index), numerics)
@@ -113,30 +114,25 @@ class GptBlock(nnx.Module):
 
     def __call__(
         self,
-        update: Float[Array, "T D"],
-        residual: Float[Array, "T D"] | None,
-        angles: tuple[Float[Array, "T half"], Float[Array, "T half"]] | None,
+        hidden: HiddenStates,
+        angles: Rotary | None,
         batch: RaggedBatch,
         pages: KVPages,
-    ) -> tuple[Float[Array, "T D"], Float[Array, "T D"], KVPages]:
-        """The contract of `decoder.Block`: `update` is added here, this block's own in the next."""
-        streams = (update,) if residual is None else (update, residual)
-        q, k, v, total = tokenwise(self.numerics, self._before, *streams)
-        attended, pages = self.attention.attend(q, k, v, angles, batch, pages)
-        update, total = tokenwise(self.numerics, self._after, attended, total)
-        return update, total, pages
-
-    def _before(self, update, residual=None):
-        update = update if self.embedding_norm is None else self.embedding_norm(update)
-        normed, total = self.attention_norm.after(update, residual)
-        return *self.attention.project_in(normed), normed if self.residual == "normed" else total
-
-    def _after(self, attended, residual):
-        update = self.attention.project_out(attended)
+    ) -> tuple[HiddenStates, KVPages]:
+        """Return the hidden states after the block, and the pages with the new keys and values."""
+        hidden = self._add_norm(hidden.apply(self.embedding_norm), self.attention_norm)
+        hidden, pages = hidden.attend(self.attention, angles, batch, pages)
         if self.residual == "parallel":
-            return update + self.mlp(self.mlp_norm(residual)), residual
-        normed, total = self.mlp_norm.after(update, residual)
-        return self.mlp(normed), normed if self.residual == "normed" else total
+            return hidden.then(self._add_parallel_mlp), pages
+        hidden = self._add_norm(hidden, self.mlp_norm)
+        return hidden.apply(self.mlp), pages
+
+    def _add_norm(self, hidden: HiddenStates, norm: LayerNorm) -> HiddenStates:
+        hidden = hidden.add_norm(norm)
+        return hidden.then(lambda x, _: (x, x)) if self.residual == "normed" else hidden
+
+    def _add_parallel_mlp(self, x, residual):
+        return x + self.mlp(self.mlp_norm(residual)), residual
 
 
 class GptDecoder(nnx.Module):
@@ -177,7 +173,8 @@ class GptDecoder(nnx.Module):
         rope, angles = self.config.rope, None
         if rope is not None:
             angles = tokenwise(self.numerics, rope.angles, batch.positions, batch.rope_len)
-        return run_blocks(self.blocks, hidden, [angles] * len(self.blocks), batch, pages)
+        entering = HiddenStates(hidden, None, self.numerics)
+        return run_blocks(self.blocks, entering, [angles] * len(self.blocks), batch, pages)
 
     def logits(self, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
         """Next-token logits, float32, of hidden states that `__call__` returned."""

@@ -123,12 +123,13 @@ class LatentAttention(nnx.Module):
         self,
         q: Float[Array, "T N key"],
         k: Float[Array, "T one key"],
-        angles: Rotary,
+        angles: Rotary | None,
         batch: RaggedBatch,
         pages: KVPages,
     ) -> tuple[Float[Array, "T N r"], KVPages]:
         """Turn to positions, store the keys in their pages, attend over each row's pages."""
         r = self.config.kv_rank
+        assert angles is not None, "a layer of latent attention has RoPE"
 
         def turned(x: jax.Array) -> jax.Array:
             return jnp.concatenate([x[..., :r], rotate(x[..., r:], *angles)], axis=-1)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -21,7 +20,6 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxinfer.kernels.add_norm import add_layer_norm, add_rms_norm
-from jaxinfer.kernels.batch_invariance import INVARIANT_TILE
 from jaxinfer.kernels.dispatch import platform
 from jaxinfer.kernels.gated_mlp import gated_mlp
 from jaxinfer.kernels.gated_mlp.activations import ACTIVATIONS
@@ -79,37 +77,6 @@ def parameter(
     if num_inputs is not None:
         shape = (math.prod(dims[:num_inputs]), math.prod(dims[num_inputs:]))
     return nnx.Param(jnp.zeros(shape, numerics.dtype), axes=axes, dims=dims, packs=packs)
-
-
-def tokenwise(numerics: Numerics, function: Callable[..., Any], *arrays: jax.Array) -> Any:
-    """`function(*arrays)`, where axis 0 of all arrays and results is the tokens, each on its own.
-
-    In the batch-invariant mode the tokens go through in tiles of `INVARIANT_TILE`: whatever came
-    with a token, its arithmetic is that of one and the same loop body, so its bits are the same.
-    """
-    if not numerics.batch_invariant:
-        return function(*arrays)
-    T, tile = arrays[0].shape[0], INVARIANT_TILE
-
-    def cut(x: jax.Array) -> jax.Array:
-        padded = jnp.pad(x, [(0, -T % tile)] + [(0, 0)] * (x.ndim - 1))
-        return padded.reshape(-1, tile, *x.shape[1:])
-
-    parts = tuple(map(cut, arrays))
-    num_tiles = parts[0].shape[0]
-    of = lambda i: [jax.lax.dynamic_index_in_dim(x, i, keepdims=False) for x in parts]
-    one = jax.eval_shape(lambda: function(*of(0)))
-    empty = jax.tree.map(lambda x: jnp.zeros((num_tiles, *x.shape), x.dtype), one)
-
-    def run(i: jax.Array, done: Any) -> Any:
-        put = lambda x, value: jax.lax.dynamic_update_index_in_dim(x, value, i, 0)
-        return jax.tree.map(put, done, function(*of(i)))
-
-    # A loop that is known to run once is inlined, and its sums are fused with what surrounds it: a
-    # residual's multiple then rounds otherwise (Granite on a CPU: 5e-7 in a log-probability).
-    count = jax.lax.optimization_barrier(jnp.int32(num_tiles))
-    tiles = jax.lax.fori_loop(0, count, run, empty)
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:T], tiles)
 
 
 def project(
@@ -177,22 +144,33 @@ class Linear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """`x / sqrt(mean(x^2) + eps) * (offset + weight)` (arXiv:1910.07467), computed in float32."""
+    """`x / sqrt(mean(x^2) + eps) * (offset + weight)` (arXiv:1910.07467), computed in float32.
+
+    `__call__` multiplies the result by `scale`, rounded before and after, as Granite scales what a
+    layer adds to the residual stream.
+    """
 
     def __init__(
-        self, dim: int, eps: float, numerics: Numerics, *, offset: float = 0.0, axis: str = "model"
+        self,
+        dim: int,
+        eps: float,
+        numerics: Numerics,
+        *,
+        offset: float = 0.0,
+        axis: str = "model",
+        scale: float = 1.0,
     ):
         self.eps = eps
         self.offset = offset
+        self.scale = scale
         self.split_over = numerics.layout.axes(axis)
         self.sums_in_order = numerics.layout.sums_in_order
         self.dim = dim
         self.weight = parameter((dim,), (axis,), numerics)
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        if self.split_over:
-            return self._of_parts(x)
-        return self.after(x, None)[0]
+        normed = self._of_parts(x) if self.split_over else self.add_norm(x, None)[0]
+        return normed if self.scale == 1 else normed * self.scale
 
     def _of_parts(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         """Of vectors that the layout splits: the mean is over all parts."""
@@ -202,10 +180,10 @@ class RMSNorm(nnx.Module):
         normed = wide * jax.lax.rsqrt(total / self.dim + self.eps)
         return (normed * (self.offset + self.weight[...].astype(jnp.float32))).astype(x.dtype)
 
-    def after(
+    def add_norm(
         self, update: Float[Array, "T D"], residual: Float[Array, "T D"] | None
     ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
-        """The norm of `residual + update`, and that sum, which is the residual stream's next."""
+        """Return the norm of `residual + update`, and that sum, the new residual stream."""
         normed: Any
         normed, total = add_rms_norm(
             update, residual, self.weight[...], eps=self.eps, offset=self.offset
@@ -222,17 +200,34 @@ class LayerNorm(nnx.Module):
         self.bias = parameter((dim,), ("model",), numerics)
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        return self.after(x, None)[0]
+        return self.add_norm(x, None)[0]
 
-    def after(
+    def add_norm(
         self, update: Float[Array, "T D"], residual: Float[Array, "T D"] | None
     ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
-        """The norm of `residual + update`, and that sum, which is the residual stream's next."""
+        """Return the norm of `residual + update`, and that sum, the new residual stream."""
         normed: Any
         normed, total = add_layer_norm(
             update, residual, self.weight[...], self.bias[...], eps=self.eps
         )
         return normed, total
+
+
+class NoNorm(nnx.Module):
+    """Stands where a block has no norm: the same calls, with the input times `scale` for a norm."""
+
+    def __init__(self, scale: float = 1.0):
+        self.scale = scale
+
+    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        return x if self.scale == 1 else x * self.scale
+
+    def add_norm(
+        self, update: Float[Array, "T D"], residual: Float[Array, "T D"] | None
+    ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
+        """Return the sum `residual + update` twice: for the next layer, and as the stream."""
+        total = update if residual is None else residual + update
+        return total, total
 
 
 class Embedding(nnx.Module):

@@ -11,7 +11,8 @@ from flax import nnx
 
 from jaxinfer.kernels.quantized_matmul import dequantize, quantize
 from jaxinfer.nn.experts import ClampedSwiGLU, Experts, ExpertsConfig, RouterConfig, route
-from jaxinfer.nn.layers import Numerics, tokenwise
+from jaxinfer.nn.layers import Numerics
+from jaxinfer.nn.tokenwise import tokenwise
 
 T, D, E, F = 13, 16, 8, 12
 ROUTERS = {

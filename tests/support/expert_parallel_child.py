@@ -26,7 +26,8 @@ from jaxinfer.execution import compilation_cache  # noqa: E402  (no device may b
 from jaxinfer.kernels.quantized_matmul import quantize  # noqa: E402
 from jaxinfer.models.functional import FunctionalModel  # noqa: E402
 from jaxinfer.nn.experts import ClampedSwiGLU, Experts, ExpertsConfig, RouterConfig  # noqa: E402
-from jaxinfer.nn.layers import Numerics, tokenwise  # noqa: E402
+from jaxinfer.nn.layers import Numerics  # noqa: E402
+from jaxinfer.nn.tokenwise import tokenwise  # noqa: E402
 from jaxinfer.sharding.experts import give_back, send  # noqa: E402
 from jaxinfer.sharding.mesh import STEP_AXES, device_groups  # noqa: E402
 from jaxinfer.sharding.rules import Layout  # noqa: E402
