@@ -28,10 +28,12 @@ from jaxinfer.engine.request import FinishReason, Request, new_id, sample_ids
 from jaxinfer.engine.scheduler import Plan, Scheduler
 from jaxinfer.engine.stats import EngineStats, StepStats
 from jaxinfer.execution.numerics import check_numerics, check_weights
+from jaxinfer.execution.programs import Admission
 from jaxinfer.execution.runner import Runner
-from jaxinfer.execution.step import Admission, StepOutput
+from jaxinfer.execution.step import StepOutput
 from jaxinfer.loading.splitting import place_weights
 from jaxinfer.models.functional import FunctionalModel, Weights
+from jaxinfer.parallel.forward import forward_for
 from jaxinfer.parallel.hosts import HostsError
 from jaxinfer.parallel.sharded_model import ShardedModel, sharded_for
 from jaxinfer.sampling.params import SamplingParams
@@ -95,7 +97,8 @@ class Engine:
         # Some checkpoints name ids past the embedding: those are never sampled.
         self.eos_token_ids = frozenset(i for i in eos_token_ids if 0 <= i < model.config.vocab_size)
         self.max_model_len = context_len(config.max_model_len, model)
-        self.runner = Runner(sharded, weights, config, self.max_model_len)
+        forward = forward_for(sharded, config.cache.page_size)
+        self.runner = Runner(forward, weights, config, self.max_model_len)
         self.pool = PagePool(
             self.runner.memory.num_pages,
             config.cache.page_size,

@@ -40,7 +40,7 @@ class StepInputs(NamedTuple):
     row_slot: Any  # [R]
     is_sampled: Any  # [R]
     write_from: Any  # [R] positions before it are in shared pages already
-    rope_len: Any  # [R]: the prompt's length, or what `Scheduler.restart_len` made of it
+    min_rope_len: Any  # [R] the least sequence length that RoPE scalings use (nn/rope.py)
     entry_slot: Any  # [entries], past the last slot: no entry
     entry_index: Any  # [entries]
     entry_page: Any  # [entries]
@@ -80,7 +80,7 @@ def build(plan: Plan, shape: StepShape, num_slots: int) -> np.ndarray:
     inputs.row_slot[:num_rows] = slots
     inputs.is_sampled[:num_rows] = is_sampled
     inputs.write_from[:num_rows] = [request.num_shared for request in requests]
-    inputs.rope_len[:num_rows] = [request.rope_len for request in requests]
+    inputs.min_rope_len[:num_rows] = [request.rope_len for request in requests]
     inputs.kv_len[:num_rows] = starts
     inputs.kv_len[:num_rows] += np.asarray(num_tokens, np.int32)
     np.cumsum(num_tokens, out=inputs.q_start[1 : num_rows + 1])

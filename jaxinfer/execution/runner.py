@@ -19,16 +19,19 @@ from absl import logging
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.scheduler import Plan
-from jaxinfer.execution import state as engine_state
-from jaxinfer.execution import step
+from jaxinfer.execution import programs
 from jaxinfer.execution.agreement import agree_on_memory
 from jaxinfer.execution.batch import StepShape, build, packed_size
 from jaxinfer.execution.compile import compile_program, compile_programs
+from jaxinfer.execution.forward import Forward
 from jaxinfer.execution.memory import MemoryPlan, bytes_on_a_device, device_limit, plan_pages
+from jaxinfer.execution.programs import Admission, packed_admission
+from jaxinfer.execution.state import EngineState, Program, StateSizes, initial_parts
+from jaxinfer.execution.step import StepOutput
 from jaxinfer.kernels.dispatch import platform
 from jaxinfer.models.functional import Weights
 from jaxinfer.parallel.hosts.messages import Op
-from jaxinfer.parallel.sharded_model import ShardedModel
+from jaxinfer.sampling.slots import SlotExtras
 
 CPU_SAMPLE_TILE = 8  # rows sampled at once on a CPU: their temporaries stay in its cache
 
@@ -45,9 +48,9 @@ class Runner:
     """
 
     def __init__(
-        self, model: ShardedModel, weights: Weights, config: EngineConfig, max_model_len: int
+        self, forward: Forward, weights: Weights, config: EngineConfig, max_model_len: int
     ):
-        self.model = model
+        self.model = model = forward.model
         self.peers = model.peers
         self.weights = weights
         self.config = config
@@ -58,10 +61,10 @@ class Runner:
         self._is_warm = False
         self._programs: dict[str, Any] = {}
         on_cpu = platform() == "cpu"
-        self.program = engine_state.Program(
-            model,
+        self.program = Program(
+            forward,
             weights,
-            sizes=engine_state.StateSizes.of(config, model.model.numerics, max_model_len),
+            sizes=StateSizes.of(config, model.model.numerics, max_model_len),
             sample_tile=CPU_SAMPLE_TILE if on_cpu else None,
         )
         self.memory = agree_on_memory(self._plan_memory(), model, weights, config, max_model_len)
@@ -85,19 +88,19 @@ class Runner:
     def warm_up(self, on_progress: Callable[[str], None] = lambda program: None) -> None:
         """Compile every program; `on_progress` gets the name of each one done."""
         shapes = [self.shape_for(bucket) for bucket in reversed(self.config.buckets)]
-        programs: dict[str, Callable[[], Any]] = {
+        todo: dict[str, Callable[[], Any]] = {
             f"step[{shape.num_tokens}]": partial(self._lower_step, self.state, shape)
             for shape in shapes
         }
-        programs |= {"admit": self._lower_admit, "admit_extras": self._lower_extras}
+        todo |= {"admit": self._lower_admit, "admit_extras": self._lower_extras}
         started = time.perf_counter()
 
         def done(name: str, program: Any) -> None:
             self._programs[name] = program
             on_progress(name)
 
-        compile_programs(programs, done)
-        step.forget_traces()
+        compile_programs(todo, done)
+        programs.clear_jit_caches()
         self.compile_seconds = time.perf_counter() - started
         self._is_warm = True
 
@@ -106,11 +109,13 @@ class Runner:
         with self.peers.call(Op.RESET, 0):
             self._make_state()
 
-    def _compile_initial_state(self) -> Callable[[], engine_state.EngineState]:
+    def _compile_initial_state(self) -> Callable[[], EngineState]:
         num_pages = self.memory.num_pages
         if self.model.mesh is None:  # zeros on one device need no program
-            return partial(engine_state.initial_parts, self.program, num_pages)
-        return compile_program(step.initial_state.lower(program=self.program, num_pages=num_pages))
+            return partial(initial_parts, self.program, num_pages)
+        return compile_program(
+            programs.initial_state.lower(program=self.program, num_pages=num_pages)
+        )
 
     def _make_state(self) -> None:
         self.state: Any = None  # first, so that both need not fit
@@ -122,7 +127,7 @@ class Runner:
         """Whether a further `dispatch` will bring the output of a plan dispatched before."""
         return any(plan is not None for plan in self.stages[:-1])
 
-    def dispatch(self, plan: Plan) -> tuple[Plan | None, step.StepOutput]:
+    def dispatch(self, plan: Plan) -> tuple[Plan | None, StepOutput]:
         """Start a step and return at once: the plan that it finishes (of a pipeline, the one that
         entered as many steps ago as there are stages before the last; None: there was none) and
         its output, which is read by `np.asarray`."""
@@ -132,13 +137,13 @@ class Runner:
         packed = build(plan, shape, self.num_slots)
         return self.stages[-1], self.run_step(shape.num_tokens, packed)
 
-    def admit(self, admission: step.Admission, extras: step.SlotExtras | None) -> None:
+    def admit(self, admission: Admission, extras: SlotExtras | None) -> None:
         """Write a request into its slot, ahead of the step that first runs it."""
         self.run_admit(admission.pack(self.table_width))
         if extras is not None:
             self.run_extras(admission.slot, *extras)
 
-    def run_step(self, bucket: int, packed: np.ndarray) -> step.StepOutput:
+    def run_step(self, bucket: int, packed: np.ndarray) -> StepOutput:
         """The program of a bucket, on a plan as `batch.build` packs it."""
         with self.peers.call(Op.STEP, bucket, packed):
             lower = partial(self._lower_step, self.state, self.shape_for(bucket))
@@ -156,7 +161,7 @@ class Runner:
         """The program that writes the arrays of a `SlotExtras`."""
         with self.peers.call(Op.EXTRAS, slot, *extras):
             program = self._program("admit_extras", self._lower_extras)
-            self.state = program(self.state, np.int32(slot), step.SlotExtras(*extras))
+            self.state = program(self.state, np.int32(slot), SlotExtras(*extras))
 
     def _program(self, name: str, lower: Callable[[], Any]) -> Any:
         """The compiled program of that name; compiled now, with a warning, if warm-up missed it."""
@@ -167,23 +172,22 @@ class Runner:
             started = time.perf_counter()
             self._programs[name] = compile_program(lower())
             self.compile_seconds += time.perf_counter() - started
-            step.forget_traces()
+            programs.clear_jit_caches()
         return self._programs[name]
 
     def _lower_admit(self) -> Any:
-        size = 1 + self.table_width + step.NUM_INTS + step.NUM_FLOATS
-        packed = jax.ShapeDtypeStruct((size,), jnp.int32)
-        return step.admit.lower(self.state, packed, program=self.program)
+        packed = packed_admission(self.table_width)
+        return programs.admit.lower(self.state, packed, program=self.program)
 
     def _lower_extras(self) -> Any:
         one_slot = lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype)
         extras = jax.tree.map(one_slot, self.state.sampling.extras)
         slot = jax.ShapeDtypeStruct((), jnp.int32)
-        return step.admit_extras.lower(self.state, slot, extras, program=self.program)
+        return programs.admit_extras.lower(self.state, slot, extras, program=self.program)
 
-    def _lower_step(self, state: engine_state.EngineState, shape: StepShape) -> Any:
+    def _lower_step(self, state: EngineState, shape: StepShape) -> Any:
         packed = jax.ShapeDtypeStruct((packed_size(shape),), jnp.int32)
-        return step.step.lower(self.weights, state, packed, program=self.program, shape=shape)
+        return programs.step.lower(self.weights, state, packed, program=self.program, shape=shape)
 
     def _plan_memory(self) -> MemoryPlan:
         """Of one device; all hold as much."""

@@ -1,4 +1,4 @@
-"""What lives on the devices between steps, and how it lies on a mesh."""
+"""What lives on the devices between steps, and how it is laid out on a mesh."""
 
 from __future__ import annotations
 
@@ -7,23 +7,21 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.execution import kv_cache
 from jaxinfer.execution.batch import StepShape
+from jaxinfer.execution.forward import Forward
 from jaxinfer.kernels.kv_pages import KVPages
 from jaxinfer.models.functional import Weights
 from jaxinfer.nn.layers import Numerics
-from jaxinfer.parallel.mesh_options import page_part_size
-from jaxinfer.parallel.pipeline import InFlight, nothing_in_flight
-from jaxinfer.parallel.sharded_model import NOTHING, ShardedModel
+from jaxinfer.parallel.sharded_model import NOTHING
 from jaxinfer.sampling.slots import SlotSampling, init_slots
-from jaxinfer.sharding.zigzag import TokenSplit
 
 
 class StateSizes(NamedTuple):
-    """What an engine's state is made for."""
+    """The sizes that an engine's state is allocated for."""
 
     page_size: int
     num_slots: int
@@ -33,7 +31,7 @@ class StateSizes(NamedTuple):
 
     @classmethod
     def of(cls, config: EngineConfig, numerics: Numerics, max_model_len: int) -> StateSizes:
-        """Of an engine whose requests have `max_model_len` tokens at most."""
+        """The sizes for requests of at most `max_model_len` tokens."""
         page_size, num_slots = config.cache.page_size, config.scheduler.max_num_seqs
         name = config.cache.dtype
         dtype = numerics.dtype if name == "model" else jnp.dtype(name)
@@ -42,52 +40,52 @@ class StateSizes(NamedTuple):
 
     @property
     def table_width(self) -> int:
+        """Pages of the longest request."""
         return -(-self.max_model_len // self.page_size)
 
 
 class EngineState(NamedTuple):
-    """Everything that lives on the device between steps, but the weights."""
+    """Everything that lives on the device between steps, except the weights."""
 
-    pages: tuple[KVPages, ...]  # one a layer
-    last_token: jax.Array  # [S] int32: what each slot sampled last
+    pages: tuple[KVPages, ...]  # one for each layer
+    last_token: jax.Array  # [S] int32: the token that each slot sampled last
     page_table: jax.Array  # [S, W] int32
     sampling: SlotSampling
-    in_flight: InFlight | None = None  # of a pipeline
+    carry: Any = None  # what the forward pass leaves for the next step (`Forward.initial_carry`)
 
 
 class Program:
-    """What is static about an engine's programs. Hashes by identity: it is a jit key.
+    """The static part of an engine's programs. It is a jit key, and hashes by identity.
 
-    `weights` are needed for how they lie on the mesh; shapes with shardings do. Of a page a device
-    has `cells`, which take `page_bytes` over all layers. `ConfigError` for pages that do not divide
-    so, or that the platform would copy at every step.
+    `weights` are needed for their shardings on the mesh; abstract ones will do. Raises
+    `ConfigError` for a layout of pages that the platform would copy at every step.
     """
 
     def __init__(
         self,
-        model: ShardedModel,
+        forward: Forward,
         weights: Weights,
         *,
         sizes: StateSizes,
         sample_tile: int | None = None,
     ):
-        self.model = model
+        self.forward = forward
+        self.model = model = forward.model
         self.sizes = sizes
         self.sample_tile = sample_tile
-        layout = model.layout
-        self.cells = page_part_size(sizes.page_size, layout)
-        kv_cache.check_layout(sizes.page_size, sizes.cache_dtype, layout.parts("cell"))
+        kv_cache.check_layout(sizes.page_size, sizes.cache_dtype, model.layout.parts("cell"))
+        # Bytes of one page over all layers, on one device.
         self.page_bytes = kv_cache.page_bytes(
-            model.cache, page_size=self.cells, dtype=sizes.cache_dtype
+            model.cache, page_size=forward.local_page_size, dtype=sizes.cache_dtype
         )
         if model.mesh is not None:
             self.weight_specs = jax.tree.map(lambda a: a.sharding.spec, weights)
             self.state_specs = _state_specs(
-                model, jax.eval_shape(lambda: initial_parts(self, num_pages=1))
+                forward, jax.eval_shape(lambda: initial_parts(self, num_pages=1))
             )
 
     def abstract_state(self, num_pages: int) -> EngineState:
-        """The shapes of the whole state, and how it lies on the mesh."""
+        """The shapes of the whole state, with their shardings on the mesh."""
         make = self.on_mesh(lambda: initial_parts(self, num_pages), (), self.specs[1])
         shapes = jax.eval_shape(make)
         mesh = self.model.mesh
@@ -99,7 +97,7 @@ class Program:
         return jax.tree.map(placed, shapes, self.state_specs)
 
     def on_mesh(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
-        """`function`, run by every device on its own parts."""
+        """`function`, to be run by every device on its own parts."""
         mesh = self.model.mesh
         if mesh is None:
             return function
@@ -109,50 +107,38 @@ class Program:
 
     @property
     def specs(self) -> tuple[Any, Any]:
-        """Of weights and state."""
+        """The `PartitionSpec`s of weights and state; None on one device."""
         if self.model.mesh is None:
             return None, None
         return self.weight_specs, self.state_specs
 
 
 def initial_parts(program: Program, num_pages: int) -> EngineState:
-    """Zeroed pages and tables, every slot unused: what one device has of the state."""
+    """One device's part of the first state: zeroed pages and tables, every slot unused."""
     model, sizes = program.model, program.sizes
-    config, S = model.local.config, model.num_stages
-    in_flight = None
-    if S > 1:
-        num_tokens = TokenSplit.of(model.layout, sizes.largest.num_tokens).num_own
-        in_flight = nothing_in_flight(
-            S,
-            sizes.largest,
-            sizes.table_width,
-            num_tokens,
-            config.model_dim,
-            model.local.numerics.dtype,
-        )
     return EngineState(
         pages=kv_cache.allocate(
-            model.cache, num_pages=num_pages, page_size=program.cells, dtype=sizes.cache_dtype
+            model.cache,
+            num_pages=num_pages,
+            page_size=program.forward.local_page_size,
+            dtype=sizes.cache_dtype,
         ),
         last_token=jnp.zeros(sizes.num_slots, jnp.int32),
         page_table=jnp.zeros((sizes.num_slots, sizes.table_width), jnp.int32),
-        sampling=init_slots(sizes.num_slots, config.vocab_size),
-        in_flight=in_flight,
+        sampling=init_slots(sizes.num_slots, model.local.config.vocab_size),
+        carry=program.forward.initial_carry(sizes.largest, sizes.table_width),
     )
 
 
-def _state_specs(model: ShardedModel, parts: EngineState) -> EngineState:
-    """How the state lies on the mesh: pages and activations by parts, all else the same on every
+def _state_specs(forward: Forward, parts: EngineState) -> EngineState:
+    """The `PartitionSpec` of each array: pages and the carry in parts, all else whole on every
     device."""
-    of_pages, of_scales = model.page_spec
+    page_spec, scale_spec = forward.model.page_spec
     specs = jax.tree.map(lambda _: NOTHING, parts)
-    kinds = (of_pages, of_pages, of_scales, of_scales)
+    kinds = (page_spec, page_spec, scale_spec, scale_spec)
     pages = []
     for layer in parts.pages:
         pairs = zip(layer, kinds, strict=True)
         layer_specs: list[Any] = [None if a is None else kind for a, kind in pairs]
         pages.append(KVPages(*layer_specs))
-    in_flight = specs.in_flight
-    if in_flight is not None:
-        in_flight = in_flight._replace(activations=PartitionSpec("pipe", "seq"))
-    return specs._replace(pages=tuple(pages), in_flight=in_flight)
+    return specs._replace(pages=tuple(pages), carry=forward.carry_specs(parts.carry))

@@ -81,7 +81,7 @@ def test_decodes_and_chunks_lie_one_after_another():
     assert inputs.row_slot[:2].tolist() == [3, 1]
     assert inputs.is_sampled.tolist() == [1, 0, 0, 0, 0, 0, 0, 0]
     assert inputs.write_from[:2].tolist() == [2, 0]
-    assert inputs.rope_len[:2].tolist() == [3, 6]
+    assert inputs.min_rope_len[:2].tolist() == [3, 6]
     assert inputs.wants_prompt_logprobs.tolist() == [0]
 
 

@@ -184,7 +184,7 @@ def test_programs_are_made_in_the_step_alone():
     # layers share one trace. Random weights are drawn in parts, which a constraint inside a program
     # alone can ask for. Compiling asks XLA what it knows by a program that does nothing.
     assert users == {
-        "jaxinfer/execution/step.py",
+        "jaxinfer/execution/programs.py",
         "jaxinfer/execution/compile.py",
         "jaxinfer/embedding/embedder.py",
         "jaxinfer/models/decoder.py",

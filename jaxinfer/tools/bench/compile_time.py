@@ -19,9 +19,10 @@ import jax
 import jax.numpy as jnp
 from absl import app, flags
 
-from jaxinfer.execution import step
+from jaxinfer.execution import programs
 from jaxinfer.execution.batch import StepShape, packed_size
 from jaxinfer.execution.compile import compiler_options
+from jaxinfer.execution.forward import Forward
 from jaxinfer.execution.state import Program, StateSizes
 from jaxinfer.models import HF_FAMILIES
 from jaxinfer.models.functional import FunctionalModel
@@ -105,10 +106,10 @@ def seconds_to_compile(model: FunctionalModel, bucket: int) -> tuple[float, floa
     weights: Any = tuple(jax.ShapeDtypeStruct(p.shape, p.dtype) for p in model.parameters)
     packed = jax.ShapeDtypeStruct((packed_size(shape),), jnp.int32)
     sizes = StateSizes(PAGE_SIZE, NUM_ROWS, MAX_LEN, model.numerics.dtype, shape)
-    program = Program(ShardedModel(model), weights, sizes=sizes)
+    program = Program(Forward(ShardedModel(model), PAGE_SIZE), weights, sizes=sizes)
     state = program.abstract_state(NUM_PAGES)
     start = time.process_time()
-    lowered = step.step.lower(weights, state, packed, program=program, shape=shape)
+    lowered = programs.step.lower(weights, state, packed, program=program, shape=shape)
     middle = time.process_time()
     lowered.compile(compiler_options=compiler_options())
     return middle - start, time.process_time() - middle

@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.config import EngineConfig, MeshConfig, load_config
-from jaxinfer.execution import step
+from jaxinfer.execution import programs
 from jaxinfer.execution.batch import StepShape, packed_size
 from jaxinfer.execution.compile import compiler_options
 from jaxinfer.execution.memory import MemoryPlan, bytes_on_a_device, plan_pages
 from jaxinfer.execution.numerics import numerics_for
 from jaxinfer.execution.state import Program, StateSizes
 from jaxinfer.models.functional import FunctionalModel
+from jaxinfer.parallel.forward import forward_for
 from jaxinfer.parallel.mesh_options import layout_of
 from jaxinfer.parallel.sharded_model import ShardedModel
 from jaxinfer.sharding.mesh import device_groups
@@ -63,7 +64,8 @@ class StepProgram:
         self.weight_bytes = sum(map(bytes_on_a_device, jax.tree.leaves(self.weights)))
         sizes = StateSizes.of(config, numerics, self.max_model_len)
         with self.chip.in_use():
-            self.program = Program(self.model, self.weights, sizes=sizes)
+            forward = forward_for(self.model, sizes.page_size)
+            self.program = Program(forward, self.weights, sizes=sizes)
         self.page_bytes = self.program.page_bytes
 
     def with_layers(self, per_stage: int) -> StepProgram:
@@ -88,13 +90,15 @@ class StepProgram:
     def compile(self, bucket: int, num_pages: int) -> Compiled:
         """The step of `bucket` tokens over a pool of `num_pages`."""
         arguments, static = self._call(bucket, num_pages)
-        return self.chip.compile(step.step, *arguments, options=compiler_options, **static)
+        return self.chip.compile(programs.step, *arguments, options=compiler_options, **static)
 
     def num_operators(self, bucket: int) -> int:
         """Operators in the step as it is written, in plain JAX: launches, if each were one."""
         arguments, static = self._call(bucket, FEW_PAGES)
         bare = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)  # not the chip's: no kernels of its
-        return _num_operators(step.step.trace(*jax.tree.map(bare, arguments), **static).jaxpr.jaxpr)
+        return _num_operators(
+            programs.step.trace(*jax.tree.map(bare, arguments), **static).jaxpr.jaxpr
+        )
 
 
 def check_step(
