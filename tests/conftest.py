@@ -78,7 +78,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    chosen, left_out = matrix.choose(items, config.getoption("--matrix"))
+    chosen, left_out = matrix.choose(items, str(config.getoption("--matrix")))
     config.stash[LEFT_OUT] = len(left_out)
     config.hook.pytest_deselected(items=left_out)
     items[:] = sorted(chosen, key=lambda item: item.get_closest_marker("long") is None)
