@@ -13,7 +13,6 @@ f = 1, L = 128; H = 192: f = 1, L = 256.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +46,7 @@ def unfold(pages: jax.Array, head_dim: int) -> jax.Array:
 
 
 def unfold_scales(scales: jax.Array, rows: int) -> jax.Array:
-    """[P, K, B], part by part as `kv_pages.scale_cell` says, in the order of the page's tokens."""
+    """[P, K, B] in the order of `kv_pages.scale_offset` -> in the order of the page's tokens."""
     P, K, B = scales.shape
     return jnp.swapaxes(scales.reshape(P, K, B // rows, rows), 2, 3).reshape(P, K, B)
 
@@ -61,31 +60,21 @@ def unfolding(backend):
     """
 
     @functools.wraps(backend)
-    def attend(
-        q,
-        k_pages,
-        v_pages,
-        *args,
-        k_scales: Any = None,
-        v_scales: Any = None,
-        value_dim: int | None = None,
-        **options,
-    ):
-        H, (rows, lanes) = q.shape[2], k_pages.shape[2:]
+    def attend(q, rows, pages, variant, **options):
+        H, (page_rows, lanes) = q.shape[2], pages.k.shape[2:]
         if fold_of(lanes, H) > 1:
-            k_pages, v_pages = (x if x is None else unfold(x, H) for x in (k_pages, v_pages))
-            scales = (k_scales, v_scales)
-            k_scales, v_scales = (x if x is None else unfold_scales(x, rows) for x in scales)
+            k, v = (x if x is None else unfold(x, H) for x in pages[:2])
+            scales = (x if x is None else unfold_scales(x, page_rows) for x in pages[2:])
+            pages = type(pages)(k, v, *scales)
         elif lanes > H:
             q = jnp.pad(q, _behind(lanes - H))
-        given = {"k_scales": k_scales, "v_scales": v_scales, "value_dim": value_dim}
-        out, lse = backend(q, k_pages, v_pages, *args, **given, **options)
-        return out[..., : value_dim or H], lse
+        out, lse = backend(q, rows, pages, variant, **options)
+        return out[..., : variant.value_dim or H], lse
 
     return attend
 
 
-def write_folded(pages, new, page, cell):
+def write_folded(pages, new, page, offset):
     """`write_pages` of folded pages [P, K, rows, L], by whole rows of lanes.
 
     A scatter of part of a row made XLA (v5e) copy the pool; one of whole rows is in place. So each
@@ -95,7 +84,7 @@ def write_folded(pages, new, page, cell):
     T, _, H = new.shape
     lanes = pages.shape[3]
     fold = fold_of(lanes, H)
-    row, part = cell // fold, cell % fold
+    row, part = offset // fold, offset % fold
     merged = pages.at[page, :, row].get(mode="clip")  # [T, K, L]
     wide = jnp.pad(jnp.tile(new.astype(pages.dtype), (1, 1, fold)), _behind(lanes - fold * H))
     lane_part = jnp.arange(lanes) // H

@@ -1,9 +1,9 @@
 """One layer's paged KV cache as device arrays: how a page is laid out, stored to and quantized.
 
-Cell b of page p holds a token's K heads of keys and of values; or of keys alone, whose first
+Offset b of page p holds a token's K heads of keys and of values; or of keys alone, whose first
 numbers are the values (the latents of DeepSeek-V2, arXiv:2405.04434). Pages of int8 or
-float8_e4m3fn come with scales, one a token and head, so that a token is stored once and never again
-when others join its page: value = stored * scale.
+float8_e4m3fn come with one scale a token and head, so that a token is stored once and never again
+when others join its page: value = stored * scale. A slot is an offset of a page.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ QUANTIZED = {"int8": 127.0, "float8_e4m3fn": 448.0}
 
 
 class KVPages(NamedTuple):
-    """Rows and lanes are B and H, or folded (`folding.py`). Scales are there where, and only where,
-    the pages' type needs them; that of token b stands in cell `scale_cell(b)`."""
+    """Rows and lanes are B and H, or folded (`folding.py`).
+
+    Scales are present where, and only where, the pages' type needs them; that of offset b is at
+    `scale_offset(b)`.
+    """
 
     k: Shaped[Array, "P K rows lanes"]
     v: Shaped[Array, "P K rows lanes"] | None  # None: the values are the keys' first numbers
@@ -31,14 +34,16 @@ class KVPages(NamedTuple):
 
 
 def is_quantized(dtype) -> bool:
+    """Return whether pages of this type come with scales."""
     return jnp.dtype(dtype).name in QUANTIZED
 
 
 def quantize_heads(
     x: Float[Array, "T K H"], dtype
 ) -> tuple[Shaped[Array, "T K H"], Float[Array, "T K"]]:
-    """`x / scale` in the quantized type, with one float32 scale a token and head: amax / largest.
+    """Return `x / scale` in the quantized type and the float32 scale of each token and head.
 
+    The scale is amax / largest.
     int8 rounds to nearest even. Heads of zeros keep a scale of 1.
     """
     wide, largest = x.astype(jnp.float32), QUANTIZED[jnp.dtype(dtype).name]
@@ -50,26 +55,40 @@ def quantize_heads(
     return scaled.astype(dtype), scale
 
 
-def scale_cell(cell: jax.Array, rows: int, fold: int) -> jax.Array:
-    """Where the scale of a page's token `cell` stands: all first parts of the rows of lanes, then
-    all second ones, since a TPU's kernel works part by part."""
-    return cell if fold == 1 else cell % fold * rows + cell // fold
+def scale_offset(offset: jax.Array, rows: int, fold: int) -> jax.Array:
+    """Return where the scale of the token at a page offset is kept.
+
+    All first parts of the rows of lanes, then all second ones: a TPU's kernel works part by part.
+    """
+    return offset if fold == 1 else offset % fold * rows + offset // fold
 
 
 def write_pages(
     pages: Shaped[Array, "P K rows lanes"],
     new: Shaped[Array, "T K H"],
     page: Int[Array, " T"],
-    cell: Int[Array, " T"],
+    offset: Int[Array, " T"],
 ) -> Shaped[Array, "P K rows lanes"]:
-    """Put `new[t]` into `cell[t]` of `page[t]`; a token whose page is P or more is dropped.
+    """Put `new[t]` at `offset[t]` of `page[t]`; a token whose page is P or more is dropped.
 
-    In place when the caller's jit donates `pages`: the cost follows T, not the pool. Of folded
-    pages, tokens of one page must lie one behind another in `new`, as a row's tokens do.
+    In place when the caller's jit donates `pages`: the cost follows T, not the pool. For folded
+    pages, tokens of one page must be adjacent in `new`, as a row's tokens are.
     """
     if pages.shape[3] != new.shape[2]:
-        return write_folded(pages, new, page, cell)
-    return pages.at[page, :, cell].set(new.astype(pages.dtype), mode="drop")
+        return write_folded(pages, new, page, offset)
+    return pages.at[page, :, offset].set(new.astype(pages.dtype), mode="drop")
+
+
+class NewTokens(NamedTuple):
+    """Keys and values of a step's tokens, and the slots that they are stored in.
+
+    Token t goes to offset `offset[t]` of page `page[t]`; one whose page is P or more is not stored.
+    """
+
+    k: Float[Array, "T K H"]
+    v: Float[Array, "T K H"] | None  # None: pages without values
+    page: Int[Array, " T"]
+    offset: Int[Array, " T"]
 
 
 class StoredTokens(NamedTuple):
@@ -84,7 +103,7 @@ class StoredTokens(NamedTuple):
 def as_stored(
     pages: KVPages, k: Float[Array, "T K H"], v: Float[Array, "T K H"] | None
 ) -> StoredTokens:
-    """In the pages' type, quantized where they are. No values for pages without."""
+    """Return tokens in the pages' type, quantized where it is; without values for pages without."""
     store = lambda x, pages: quantize_heads(x, pages.dtype)
     if not is_quantized(pages.k.dtype):
         store = lambda x, pages: (x.astype(pages.dtype), None)
@@ -96,16 +115,16 @@ def as_stored(
 
 
 def write_stored(
-    pages: KVPages, tokens: StoredTokens, page: Int[Array, " T"], cell: Int[Array, " T"]
+    pages: KVPages, tokens: StoredTokens, page: Int[Array, " T"], offset: Int[Array, " T"]
 ) -> KVPages:
-    """Put each of `tokens` at `cell[t]` of `page[t]` (`write_pages`)."""
-    place = scale_cell(cell, pages.k.shape[2], fold_of(pages.k.shape[3], tokens.k.shape[2]))
+    """Put each of `tokens` at `offset[t]` of `page[t]` (`write_pages`)."""
+    at = scale_offset(offset, pages.k.shape[2], fold_of(pages.k.shape[3], tokens.k.shape[2]))
 
     def put(stored, new):
-        return write_pages(stored, new, page, cell)
+        return write_pages(stored, new, page, offset)
 
     def put_scales(scales, new):
-        return None if scales is None else scales.at[page, :, place].set(new, mode="drop")
+        return None if scales is None else scales.at[page, :, at].set(new, mode="drop")
 
     return KVPages(
         put(pages.k, tokens.k),
@@ -115,22 +134,15 @@ def write_stored(
     )
 
 
-def write(
-    pages: KVPages,
-    k: Float[Array, "T K H"],
-    v: Float[Array, "T K H"] | None,
-    page: Int[Array, " T"],
-    cell: Int[Array, " T"],
-) -> KVPages:
-    """Store a step's keys and values, each at `cell[t]` of `page[t]`, quantized where the pages
-    are."""
-    return write_stored(pages, as_stored(pages, k, v), page, cell)
+def write(pages: KVPages, new: NewTokens) -> KVPages:
+    """Store a step's keys and values, quantized where the pages are."""
+    return write_stored(pages, as_stored(pages, new.k, new.v), new.page, new.offset)
 
 
 def dequantized(
-    stored: Shaped[Array, "*cells H"], scales: Float[Array, "*cells"] | None
-) -> Shaped[Array, "*cells H"]:
-    """What is stored in plain pages, in float32; as it is where it has no scales."""
+    stored: Shaped[Array, "*slots H"], scales: Float[Array, "*slots"] | None
+) -> Shaped[Array, "*slots H"]:
+    """Return the numbers of plain pages in float32; as they are where they have no scales."""
     if scales is None:
         return stored
     return stored.astype(jnp.float32) * scales[..., None]

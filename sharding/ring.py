@@ -13,7 +13,9 @@ belong to later rows. Distances between tokens of a row are those of their posit
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +23,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxinfer.kernels.flash_attention import BACKENDS, ColumnIntervals, flash_attention, merge
+from jaxinfer.kernels.attention_variant import AttentionVariant
+from jaxinfer.kernels.dispatch import sibling_in
+from jaxinfer.kernels.flash_attention import (
+    BACKENDS,
+    AttentionMask,
+    ColumnIntervals,
+    flash_attention,
+    merge,
+)
 from jaxinfer.kernels.kv_pages import StoredTokens, dequantized
 from jaxinfer.kernels.paged_attention.api import rows_at
 from jaxinfer.sharding.zigzag import TokenSplit
@@ -32,6 +42,14 @@ FAR = 2**30  # behind any token of a step
 # never sees another's late one. A pair that sees nothing has no tile to visit: each turn is two
 # blocks' work on every device, but the first, which is the same on all.
 PAIRS = ((0, 0), (1, 0), (1, 1))
+
+
+class Keep(NamedTuple):
+    """What to do with the chunks of a ring: `store(state, chunk, device)` returns the next state,
+    called with every device's chunk in turn."""
+
+    store: Callable[[Any, StoredTokens, jax.Array], Any]
+    state: Any
 
 
 class Partial(NamedTuple):
@@ -61,28 +79,27 @@ def ring_attention(
     chunk: StoredTokens,
     q_start: Int[Array, " R1"],
     split: TokenSplit,
-    keep: Callable[[Any, StoredTokens, jax.Array], Any],
-    kept: Any,
+    keep: Keep,
+    variant: AttentionVariant,
     *,
     backend: str | None = None,
-    **variant: Any,
 ) -> tuple[Partial, Any]:
     """Attention of this device's T tokens to those of the whole step that their rows have in it.
 
     `chunk` is keys and values of the same T tokens, in the form in which pages keep them: so they
-    travel, and so they are seen by every query, as those will be that come later. `keep(kept,
-    chunk, device)` is called with each device's chunk in turn. Formula and `variant` (scale,
-    window, soft_cap, alibi_slopes, value_dim) as in `kernels/paged_attention/api.py`; sums in
-    float32.
+    travel, and so they are seen by every query, as those will be that come later. Returns the
+    result and the last state of `keep`. Formula and `variant` as in
+    `kernels/paged_attention/api.py`; sums in float32.
     """
     rank = lax.axis_index(split.axis)
-    value_dim = variant.pop("value_dim", None) or q.shape[2]
-    variant["backend"] = backend if backend in BACKENDS else None
+    value_dim = variant.value_dim or q.shape[2]
+    variant = dataclasses.replace(variant, value_dim=None)
+    flash = partial(flash_attention, backend=sibling_in(BACKENDS, backend))
 
     def meet(turn, chunk, kept, found):
         device = (rank - turn) % split.count
-        kept = keep(kept, chunk, device)
-        seen = _of_chunk(q, chunk, device, q_start, split, variant)
+        kept = keep.store(kept, chunk, device)
+        seen = _of_chunk(flash, q, chunk, device, q_start, split, variant)
         seen = Partial(seen.out[..., :value_dim], seen.lse)
         return kept, merged(found, seen)
 
@@ -90,7 +107,7 @@ def ring_attention(
         following = pass_on(carry[0], split)  # asked for first: it comes while this one is met
         return following, *meet(i, *carry)
 
-    carry = (chunk, kept, nothing_seen(split, q.shape[1], value_dim))
+    carry = (chunk, keep.state, nothing_seen(split, q.shape[1], value_dim))
     kept, found = meet(split.count - 1, *lax.fori_loop(0, split.count - 1, turn, carry))
     return found, kept
 
@@ -120,8 +137,10 @@ def around(
     return pass_on(found, split)
 
 
-def _of_chunk(q, chunk: StoredTokens, device, q_start, split: TokenSplit, variant) -> Partial:
-    """Of this device's queries, to the keys and values of another's tokens."""
+def _of_chunk(
+    flash, q, chunk: StoredTokens, device, q_start, split: TokenSplit, variant: AttentionVariant
+) -> Partial:
+    """Return the attention of this device's queries to the keys and values of another's tokens."""
     M = split.block_len
     queries, keys = jnp.asarray(PAIRS).T
     paired = lambda x, which: x.reshape(2, M, *x.shape[1:])[which]
@@ -130,16 +149,12 @@ def _of_chunk(q, chunk: StoredTokens, device, q_start, split: TokenSplit, varian
     v = k if chunk.v is None else numbers(chunk.v, chunk.v_scales)
     key_start = split.starts(device)
     hidden_from = row_ends(split.indices(device), q_start).reshape(2, M) - key_start[:, None]
-    out, lse = flash_attention(
-        paired(q, queries),
-        k,
-        v,
-        q_offset=split.starts(lax.axis_index(split.axis))[queries] - key_start[keys],
+    mask = AttentionMask(
         causal=True,
+        q_offset=split.starts(lax.axis_index(split.axis))[queries] - key_start[keys],
         hidden=ColumnIntervals(hidden_from[keys][:, None], jnp.full((len(PAIRS), 1, M), FAR)),
-        return_lse=True,
-        **variant,
     )
+    out, lse = flash(paired(q, queries), k, v, variant, mask, return_lse=True)
     out = out.astype(jnp.float32)
     late = merge(out[1:2], lse[1:2], out[2:], lse[2:])
     joined = lambda early, late: jnp.concatenate([early, late])

@@ -12,7 +12,7 @@ are few (`zigzag.py`):
 
 from __future__ import annotations
 
-from functools import partial
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -20,15 +20,17 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxinfer.kernels.attention_variant import AttentionVariant
+from jaxinfer.kernels.dispatch import sibling_in
 from jaxinfer.kernels.folding import fold_of
-from jaxinfer.kernels.kv_pages import KVPages, StoredTokens, as_stored, dequantized
-from jaxinfer.kernels.paged_attention import paged_attention
+from jaxinfer.kernels.kv_pages import KVPages, NewTokens, StoredTokens, as_stored, dequantized
+from jaxinfer.kernels.paged_attention import RaggedRows, paged_attention
 from jaxinfer.kernels.paged_attention.api import rows_at
 from jaxinfer.kernels.paged_attention.page_part import WHOLE, PagePart
 from jaxinfer.kernels.rope_and_write import BACKENDS, rope_and_write
-from jaxinfer.kernels.rotary import rotate
+from jaxinfer.kernels.rotary import Rotary, rotate
 from jaxinfer.sharding.collectives import Axes, all_max, all_sum, rank
-from jaxinfer.sharding.ring import Partial, around, merged, ring_attention
+from jaxinfer.sharding.ring import Keep, Partial, around, merged, ring_attention
 from jaxinfer.sharding.rules import Layout
 from jaxinfer.sharding.zigzag import TokenSplit
 
@@ -41,6 +43,14 @@ class Rows(NamedTuple):
     page_table: Int[Array, "R W"]
     write_from: Int[Array, " R"]  # positions before it are in shared pages already
     has_cached: Bool[Array, ""]  # whether any row of any device's step had tokens before it
+
+
+class PartedRows(NamedTuple):
+    """The rows of a step whose tokens and pages are split over devices, and how they are."""
+
+    rows: Rows
+    split: TokenSplit
+    layout: Layout
 
 
 class Places(NamedTuple):
@@ -81,41 +91,39 @@ def places(
 
 def attend_to_parts(
     q: Float[Array, "T N H"],
-    k: Float[Array, "T K H"],
-    v: Float[Array, "T K H"] | None,
+    new: NewTokens,
+    parts: PartedRows,
     pages: KVPages,
-    rows: Rows,
-    split: TokenSplit,
-    where: tuple[Int[Array, " T"], Int[Array, " T"]],
-    layout: Layout,
+    variant: AttentionVariant,
     *,
-    rotary: Any = None,
-    sinks: Float[Array, " N"] | None = None,
+    rotary: Rotary | None = None,
     backend: str | None = None,
-    **variant: Any,
 ) -> tuple[Float[Array, "T N values"], KVPages]:
-    """What `update_and_attend` does (`kernels/paged_attention/update.py`), of the tokens that
-    `split` gives this device, over pages of which each has its cells; inside `shard_map`.
-
-    `where`: page and cell of each token here (`places`). `variant`: scale, window, soft_cap,
-    alibi_slopes, value_dim.
+    """Do what `update_and_attend` does (`kernels/paged_attention/update.py`) for the tokens that
+    `parts.split` gives this device, over pages of which each device has a part of the offsets;
+    inside `shard_map`. `new.page` and `new.offset` are those of `places`.
     """
-    part = part_of_pages(layout)
-    # No writer of that name: the best that fits.
-    write = partial(rope_and_write, backend=backend if backend in BACKENDS else None)
-    variant["backend"] = backend
-    if split.count == 1:
-        cos, sin = rotary or (None, None)
-        q, pages = write(q, k, v, cos, sin, pages, *where)
-        out, lse = _over_pages(q, pages, rows, part, variant)
-        out, lse = merged_over(out, lse, layout.axes("cell"))
+    sinks, variant = variant.sinks, dataclasses.replace(variant, sinks=None)
+    if parts.split.count == 1:
+        q, pages = _write(q, new, rotary, pages, backend)
+        part = part_of_pages(parts.layout)
+        rows = RaggedRows(*parts.rows[:3])
+        found: Any = paged_attention(
+            q, rows, pages, variant, part=part, return_lse=True, backend=backend
+        )
+        out, lse = merged_over(*found, parts.layout.axes("cell"))
     else:
         if rotary is not None:
-            q, k = rotate(q, *rotary), rotate(k, *rotary)
-        (out, lse), pages = _round_the_ring(q, k, v, pages, rows, part, split, write, variant)
+            q, new = rotate(q, *rotary), new._replace(k=rotate(new.k, *rotary))
+        (out, lse), pages = _round_the_ring(q, new, parts, pages, variant, backend)
     if sinks is not None:  # one more score, without a value, once for all parts
         out = out * jax.nn.sigmoid(lse - sinks)[..., None]
     return out.astype(q.dtype), pages
+
+
+def _write(q, new: NewTokens, rotary: Rotary | None, pages: KVPages, backend: str | None):
+    writer = sibling_in(BACKENDS, backend)
+    return rope_and_write(q, new, rotary, pages, backend=writer)
 
 
 def merged_over(out: jax.Array, lse: jax.Array, axes: Axes) -> tuple[jax.Array, jax.Array]:
@@ -128,31 +136,32 @@ def merged_over(out: jax.Array, lse: jax.Array, axes: Axes) -> tuple[jax.Array, 
     return out / jnp.where(total == 0, 1, total)[..., None], jnp.log(total) + top
 
 
-def _over_pages(q, pages, rows: Rows, part: PagePart, variant) -> Any:
-    of_rows = (rows.q_start, rows.kv_len, rows.page_table)
-    return paged_attention(q, pages, *of_rows, part=part, return_lse=True, **variant)
-
-
-def _round_the_ring(q, k, v, pages, rows: Rows, part: PagePart, split: TokenSplit, write, variant):
+def _round_the_ring(
+    q, new: NewTokens, parts: PartedRows, pages: KVPages, variant: AttentionVariant,
+    backend: str | None,
+):  # fmt: skip
+    rows, split, _ = parts
+    part = part_of_pages(parts.layout)
     num_pages = pages.k.shape[0]
     cells = pages.k.shape[2] * fold_of(pages.k.shape[3], q.shape[2])
-    value_dim = variant.get("value_dim") or q.shape[2]
+    value_dim = variant.value_dim or q.shape[2]
 
     def store(pages, chunk: StoredTokens, device):
-        of = places(split.indices(device), rows, part, cells=cells, num_pages=num_pages)
+        at = places(split.indices(device), rows, part, cells=cells, num_pages=num_pages)
         k = dequantized(chunk.k, chunk.k_scales)
         v = None if chunk.v is None else dequantized(chunk.v, chunk.v_scales)
         # By the platform's own writer: a scatter makes XLA copy the pool (v5e, jax 0.10.2). It has
-        # no queries to turn here, and gets something small for them.
-        return write(k[:, :1], k, v, None, None, pages, of.page, of.cell)[1]
+        # no queries to rotate here, and gets something small for them.
+        return _write(k[:, :1], NewTokens(k, v, at.page, at.cell), None, pages, backend)[1]
 
-    new = as_stored(pages, k, v)
-    found, pages = ring_attention(q, new, rows.q_start, split, store, pages, **variant)
+    stored = as_stored(pages, new.k, new.v)
+    keep = Keep(store, pages)
+    found, pages = ring_attention(q, stored, rows.q_start, split, keep, variant, backend=backend)
 
     def to_pages(q, device) -> Partial:
-        visiting, limit = rows_of_blocks(rows, split, device)
+        visiting = rows_of_blocks(rows, split, device)
         answer: Any = paged_attention(
-            q, pages, *visiting, part=part, key_limit=limit, return_lse=True, **variant
+            q, visiting, pages, variant, part=part, return_lse=True, backend=backend
         )
         blocks = lambda x: x.reshape(2, split.block_len, *x.shape[1:]).astype(jnp.float32)
         return Partial(*map(blocks, answer))
@@ -165,9 +174,9 @@ def _round_the_ring(q, k, v, pages, rows: Rows, part: PagePart, split: TokenSpli
     return (out.reshape(*q.shape[:2], -1), lse.reshape(q.shape[:2])), pages
 
 
-def rows_of_blocks(rows: Rows, split: TokenSplit, device: jax.Array):
-    """A device's tokens as 2R rows, those of its early block and then those of its late one:
-    (q_start, kv_len, page_table) of them, and the length that was cached before the step."""
+def rows_of_blocks(rows: Rows, split: TokenSplit, device: jax.Array) -> RaggedRows:
+    """Return a device's tokens as 2R rows, those of its early block and then those of its late one,
+    whose keys end at the length that was cached before the step."""
     starts = split.starts(device)[:, None]  # [2, 1]
     edges = jnp.clip(rows.q_start, starts, starts + split.block_len)  # [2, R + 1]
     within = edges - starts
@@ -176,4 +185,4 @@ def rows_of_blocks(rows: Rows, split: TokenSplit, device: jax.Array):
     kv_len = rows.kv_len - (rows.q_start[1:] - edges[:, 1:])
     kv_len = jnp.where(jnp.diff(edges) > 0, kv_len, 0).reshape(-1)
     cached = jnp.tile(rows.kv_len - jnp.diff(rows.q_start), 2)
-    return (q_start, kv_len, jnp.tile(rows.page_table, (2, 1))), cached
+    return RaggedRows(q_start, kv_len, jnp.tile(rows.page_table, (2, 1)), cached)

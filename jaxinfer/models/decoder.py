@@ -18,7 +18,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.kernels.kv_pages import KVPages
-from jaxinfer.kernels.paged_attention.update import Rotary
+from jaxinfer.kernels.rotary import Rotary
 from jaxinfer.nn.attention import Attention, AttentionConfig, QKNorm
 from jaxinfer.nn.checks import (
     not_positive,

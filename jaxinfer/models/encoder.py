@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxinfer.kernels.flash_attention import flash_attention
+from jaxinfer.kernels.flash_attention import AttentionMask, AttentionVariant, flash_attention
 from jaxinfer.kernels.gated_mlp.activations import ACTIVATIONS
 from jaxinfer.nn.checks import not_whole, refuse_wrong, whole_fields, wrong_epsilon
 from jaxinfer.nn.layers import MLP, Embedding, LayerNorm, Linear, Numerics, parameter
@@ -81,7 +81,8 @@ class SelfAttention(nnx.Module):
         """`x` is R rows of T / R tokens."""
         rows = lambda y: y.reshape(lengths.shape[0], -1, *y.shape[1:])
         q, k, v = rows(self.q(x)), rows(self.k(x)), rows(self.v(x))
-        out = flash_attention(q, k, v, scale=self.scale, kv_len=lengths, backend=self.backend)
+        variant, mask = AttentionVariant(self.scale), AttentionMask(kv_len=lengths)
+        out = flash_attention(q, k, v, variant, mask, backend=self.backend)
         return self.o(out.reshape(x.shape[0], *out.shape[2:]))
 
 

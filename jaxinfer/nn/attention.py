@@ -12,8 +12,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jaxinfer.kernels.attention_variant import AttentionVariant
 from jaxinfer.kernels.kv_pages import KVPages
-from jaxinfer.kernels.paged_attention.update import Rotary
+from jaxinfer.kernels.rotary import Rotary
 from jaxinfer.nn.cached_attention import attend_to_cache
 from jaxinfer.nn.layers import Linear, Numerics, RMSNorm, parameter
 from jaxinfer.nn.ragged import RaggedBatch
@@ -86,20 +87,14 @@ class Attention(nnx.Module):
         """Turn to positions (by no angles: not at all), store keys and values in their pages,
         attend over each row's pages."""
         config = self.config
-        return attend_to_cache(
-            q,
-            k,
-            v,
-            batch,
-            pages,
-            self.numerics,
-            rotary=angles,
+        variant = AttentionVariant(
             scale=config.head_dim**-0.5 if config.scale is None else config.scale,
             window=config.window,
             soft_cap=config.soft_cap,
             sinks=None if self.sinks is None else self.sinks[...].astype(jnp.float32),
             alibi_slopes=self._slopes() if config.has_alibi else None,
         )
+        return attend_to_cache(q, k, v, batch, pages, variant, self.numerics, rotary=angles)
 
     def project_out(self, out: Float[Array, "T N H"]) -> Float[Array, "T D"]:
         return self.o(out)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from jaxtyping import Array, Float
 
-from jaxinfer.kernels.kv_pages import KVPages
-from jaxinfer.kernels.paged_attention.update import Rotary, update_and_attend
+from jaxinfer.kernels.kv_pages import KVPages, NewTokens
+from jaxinfer.kernels.paged_attention import AttentionVariant, RaggedRows
+from jaxinfer.kernels.paged_attention.update import update_and_attend
+from jaxinfer.kernels.rotary import Rotary
 from jaxinfer.nn.layers import Numerics
 from jaxinfer.nn.ragged import RaggedBatch
-from jaxinfer.sharding.sequence import attend_to_parts
+from jaxinfer.sharding.sequence import PartedRows, attend_to_parts
 
 
 def attend_to_cache(
@@ -19,30 +19,25 @@ def attend_to_cache(
     v: Float[Array, "T K H"] | None,
     batch: RaggedBatch,
     pages: KVPages,
+    variant: AttentionVariant,
     numerics: Numerics,
     *,
     rotary: Rotary | None = None,
-    **variant: Any,
 ) -> tuple[Float[Array, "T N values"], KVPages]:
-    """Turn queries and keys to their positions, store keys and values in their pages, attend over
-    each row's pages. `variant`: the other options of `kernels/paged_attention/update.py`."""
-    variant["backend"] = numerics.attention_backend
+    """Rotate queries and keys to their positions, store keys and values in their pages, attend over
+    each row's pages; no `v` where `variant` takes values from the keys."""
+    new = NewTokens(k, v, batch.write_page, batch.write_offset)
+    backend = numerics.attention_backend
     if numerics.layout.axes("cell"):
-        return attend_to_parts(
-            q, k, v, pages, batch.rows, batch.split, (batch.write_page, batch.write_offset),
-            numerics.layout, rotary=rotary, **variant,
-        )  # fmt: skip
+        parts = PartedRows(batch.rows, batch.split, numerics.layout)
+        return attend_to_parts(q, new, parts, pages, variant, rotary=rotary, backend=backend)
     return update_and_attend(
         q,
-        k,
-        v,
+        new,
+        RaggedRows(batch.q_start, batch.kv_len, batch.page_table),
         pages,
-        batch.q_start,
-        batch.kv_len,
-        batch.page_table,
-        batch.write_page,
-        batch.write_offset,
+        variant,
         rotary=rotary,
         batch_invariant=numerics.batch_invariant,
-        **variant,
+        backend=backend,
     )

@@ -25,9 +25,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jaxinfer.kernels.attention_variant import AttentionVariant
 from jaxinfer.kernels.kv_pages import KVPages
-from jaxinfer.kernels.paged_attention.update import Rotary
-from jaxinfer.kernels.rotary import rotate
+from jaxinfer.kernels.rotary import Rotary, rotate
 from jaxinfer.nn.cached_attention import attend_to_cache
 from jaxinfer.nn.checks import not_whole, refuse_wrong
 from jaxinfer.nn.layers import Linear, Numerics, RMSNorm, parameter
@@ -134,16 +134,8 @@ class LatentAttention(nnx.Module):
         def turned(x: jax.Array) -> jax.Array:
             return jnp.concatenate([x[..., :r], rotate(x[..., r:], *angles)], axis=-1)
 
-        return attend_to_cache(
-            turned(q),
-            turned(k),
-            None,
-            batch,
-            pages,
-            self.numerics,
-            scale=self.scale,
-            value_dim=r,
-        )
+        variant = AttentionVariant(self.scale, value_dim=r)
+        return attend_to_cache(turned(q), turned(k), None, batch, pages, variant, self.numerics)
 
     def project_out(self, out: Float[Array, "T N r"]) -> Float[Array, "T D"]:
         values = jnp.einsum("tnr,nrh->tnh", out, self.v_b[...])

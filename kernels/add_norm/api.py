@@ -24,6 +24,7 @@ import jax
 from jaxtyping import Array, Float
 
 from jaxinfer.kernels.add_norm import gpu, reference, tpu, xla
+from jaxinfer.kernels.add_norm.options import NormOptions
 from jaxinfer.kernels.dispatch import device_kind, dispatch, platform
 from jaxinfer.kernels.kv_pages import QUANTIZED
 
@@ -59,9 +60,9 @@ def add_rms_norm(
     do not fit together.
     """
     _check(x, residual, {"weight": weight}, eps, quantize)
-    options = {"eps": eps, "offset": offset, "is_centred": False, "quantize": quantize}
+    options = NormOptions(eps, offset, is_centred=False, quantize=quantize)
     backends = _worthwhile(x, is_centred=False, quantize=quantize) if backend is None else BACKENDS
-    return dispatch("add_norm", backends, backend, x, residual, weight, None, **options)
+    return dispatch("add_norm", backends, backend, x, residual, weight, None, options)
 
 
 def add_layer_norm(
@@ -76,9 +77,9 @@ def add_layer_norm(
 ) -> tuple[Normed, Float[Array, "T D"]]:
     """LayerNorm of `x + residual`, and that sum; the contract is that of `add_rms_norm`."""
     _check(x, residual, {"weight": weight, "bias": bias}, eps, quantize)
-    options = {"eps": eps, "offset": 0.0, "is_centred": True, "quantize": quantize}
+    options = NormOptions(eps, 0.0, is_centred=True, quantize=quantize)
     backends = _worthwhile(x, is_centred=True, quantize=quantize) if backend is None else BACKENDS
-    return dispatch("add_norm", backends, backend, x, residual, weight, bias, **options)
+    return dispatch("add_norm", backends, backend, x, residual, weight, bias, options)
 
 
 def _worthwhile(x, *, is_centred: bool, quantize: str | None) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from jaxinfer.kernels.add_norm.options import NormOptions
 from jaxinfer.kernels.kv_pages import QUANTIZED
 from jaxinfer.kernels.triton_launch import (
     Launcher,
@@ -67,16 +68,17 @@ def add_norm(
     residual,  # [T, D] or None
     weight,  # [D]
     bias,  # [D] or None
+    options: NormOptions,
     *,
-    eps,
-    offset,
-    is_centred,
-    quantize,
     tiling: Tiling | None = None,
     launch: Launcher = jax_triton,
 ):
-    """Declines (`NotImplementedError`) tokens of more than `MAX_DIM` numbers, and float8 on a GPU
-    that has none."""
+    """Return (normed, sum).
+
+    Declines (`NotImplementedError`) tokens of more than `MAX_DIM` numbers, and float8 on a GPU that
+    has none.
+    """
+    eps, offset, is_centred, quantize = options
     require_triton()
     if quantize == "float8_e4m3fn":
         require_float8()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jaxinfer.kernels.add_norm.options import NormOptions
 from jaxinfer.kernels.kv_pages import QUANTIZED
 
 
@@ -16,12 +17,10 @@ def add_norm(
     residual,  # [T, D] or None
     weight,  # [D]
     bias,  # [D] or None
-    *,
-    eps,
-    offset,
-    is_centred,
-    quantize,
+    options: NormOptions,
 ):
+    """Return (normed, sum)."""
+    eps, offset, is_centred, quantize = options
     float_type = jnp.float64 if jax.config.jax_enable_x64 else jnp.float32  # type: ignore[attr-defined]
     wide = lambda array: array.astype(float_type)
     total = x if residual is None else (wide(x) + wide(residual)).astype(x.dtype)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from jaxinfer.kernels.add_norm.options import NormOptions
 from jaxinfer.kernels.kv_pages import QUANTIZED
 from jaxinfer.kernels.tpu_chips import MEBI
 from jaxinfer.kernels.tuning import tuned
@@ -65,15 +66,14 @@ def add_norm(
     residual,  # [T, D] or None
     weight,  # [D]
     bias,  # [D] or None
+    options: NormOptions,
     *,
-    eps,
-    offset,
-    is_centred,
-    quantize,
     tiling: Tiling | None = None,
     interpret: Any = False,  # for tests: pltpu.InterpretParams()
 ):
-    """Declines (`NotImplementedError`) float16, and tokens too large for VMEM."""
+    """Return (normed, sum). Declines (`NotImplementedError`) float16, and tokens too large for
+    VMEM."""
+    quantize = options.quantize
     T, D = x.shape
     key = tiling_key(x, quantize=quantize)
     tiling = tiling or tuned(heuristic(x), "add_norm/tpu", key)
@@ -99,7 +99,7 @@ def add_norm(
         out_shape.append(jax.ShapeDtypeStruct((T, 1), jnp.float32))
         out_specs.append(pl.BlockSpec((rows, 1), lambda i: (i, 0)))
     normed, *rest = pl.pallas_call(
-        partial(_kernel, has, _norm_of(eps, offset, is_centred), quantize),
+        partial(_kernel, has, _norm_of(options), quantize),
         grid=(pl.cdiv(T, rows),),
         in_specs=in_specs,
         out_specs=out_specs,
@@ -126,8 +126,9 @@ def _check_mosaic(tiling: Tiling, x) -> None:
         )
 
 
-def _norm_of(eps, offset, is_centred):
-    """The norm of float32 rows [rows, D], in float32; `dtype` is what Llama's rounds to."""
+def _norm_of(options: NormOptions):
+    """Return the norm of float32 rows [rows, D], in float32; `dtype` is what Llama's rounds to."""
+    eps, offset, is_centred, _ = options
 
     def norm(wide, weight, bias, dtype):
         if is_centred:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jaxinfer.kernels.add_norm.options import NormOptions
 from jaxinfer.kernels.kv_pages import quantize_heads
 
 
@@ -13,12 +14,10 @@ def add_norm(
     residual,  # [T, D] or None
     weight,  # [D]
     bias,  # [D] or None
-    *,
-    eps,
-    offset,
-    is_centred,
-    quantize,
+    options: NormOptions,
 ):
+    """Return (normed, sum)."""
+    eps, offset, is_centred, quantize = options
     total = x if residual is None else x + residual
     wide = total.astype(jnp.float32)
     if is_centred:

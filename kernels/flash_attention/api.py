@@ -27,12 +27,12 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from jaxinfer.kernels.attention_variant import check_variant
+from jaxinfer.kernels.attention_variant import AttentionVariant
 from jaxinfer.kernels.dispatch import dispatch
 from jaxinfer.kernels.flash_attention import gpu, reference, tpu, xla
-from jaxinfer.kernels.flash_attention.rule import BlockMask, ColumnIntervals, Given, Mod, Rule
+from jaxinfer.kernels.flash_attention.rule import NO_MASK, AttentionMask, Given, Mod, Rule
 
 BACKENDS = {
     "reference": reference.flash_attention,
@@ -46,42 +46,39 @@ def flash_attention(
     q: Float[Array, "R T N H"],
     k: Float[Array, "R S K H"],
     v: Float[Array, "R S K H"],
+    variant: AttentionVariant,
+    mask: AttentionMask = NO_MASK,
     *,
-    scale: float,
-    q_offset: int | Int[Array, ""] | Int[Array, " R"] | None = None,
-    kv_len: Int[Array, " R"] | None = None,
-    causal: bool = False,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: Float[Array, " N"] | None = None,
-    alibi_slopes: Float[Array, " N"] | None = None,
-    mask_mod: Mod | None = None,
     score_mod: Mod | None = None,
-    hidden: ColumnIntervals | None = None,
-    block_mask: BlockMask | None = None,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Any:
     """Attend from every query to its row's keys: [R, T, N, H], with `return_lse` (out, [R, T, N]).
 
-    Formula in the module's text. `q_offset` is S - T if `causal`, so that the last query sees the
-    last key, else 0; an int lets the tiles to visit be listed while tracing. Products and sums are
-    float32, the result has q's dtype, lse is float32.
+    Formula in the module's text. Without `mask.q_offset` the last query sees the last key if
+    causal; an int lets the tiles to visit be listed while tracing. Products and sums are float32,
+    the result has q's dtype, lse is float32.
 
     Mods are elementwise JAX functions of int32s that broadcast together; pass the same function
-    object in every call, since a program is compiled for it. `block_mask` must be that of
+    object in every call, since a program is compiled for it. `mask.block_mask` must be that of
     `mask_mod` at this `q_offset`, which must be an int then, to be compared; without one, every
     tile that the rest allows is computed and masked. Raises `ValueError` for shapes that do not fit
-    together.
+    together and `NoBackendError` where every backend declines.
     """
     _check_shapes(q, k, v)
-    _check_lengths(q, k, q_offset, kv_len, hidden)
-    check_variant(q.shape[2], window, soft_cap, sinks, alibi_slopes)
-    if q_offset is None:
-        q_offset = k.shape[1] - q.shape[1] if causal else 0
-    _check_block_mask(q, k, q_offset, mask_mod, block_mask)
-    given = Given(q_offset, kv_len, sinks, alibi_slopes, hidden, block_mask)
-    rule = Rule(scale, causal, window, soft_cap, mask_mod, score_mod, return_lse)
+    _check_lengths(q, k, mask)
+    variant.check(q.shape[2])
+    if variant.value_dim is not None:
+        raise ValueError(f"value_dim is {variant.value_dim}; it is for pages without values: None")
+    q_offset = mask.offset_of(q.shape[1], k.shape[1])
+    _check_block_mask(q, k, q_offset, mask)
+    given = Given(
+        q_offset, mask.kv_len, variant.sinks, variant.alibi_slopes, mask.hidden, mask.block_mask
+    )
+    rule = Rule(
+        variant.scale, mask.causal, variant.window, variant.soft_cap, mask.mask_mod, score_mod,
+        return_lse,
+    )  # fmt: skip
     out, lse = dispatch("flash_attention", BACKENDS, backend, q, k, v, given, rule)
     return (out, lse) if return_lse else out
 
@@ -116,7 +113,8 @@ def _check_shapes(q, k, v) -> None:
         raise ValueError(f"q {q.shape} or k {k.shape} is empty; leave the call out")
 
 
-def _check_lengths(q, k, q_offset, kv_len, hidden) -> None:
+def _check_lengths(q, k, mask: AttentionMask) -> None:
+    q_offset, kv_len, hidden = mask.q_offset, mask.kv_len, mask.hidden
     shape = () if q_offset is None else jnp.shape(q_offset)
     if shape not in ((), (q.shape[0],)):
         raise ValueError(f"q_offset has shape {shape}; it must be () or ({q.shape[0]},)")
@@ -133,10 +131,11 @@ def _check_lengths(q, k, q_offset, kv_len, hidden) -> None:
             raise ValueError(f"hidden's start {shapes[0]} and end {shapes[1]} differ in shape")
 
 
-def _check_block_mask(q, k, q_offset, mask_mod, block_mask) -> None:
+def _check_block_mask(q, k, q_offset, mask: AttentionMask) -> None:
+    block_mask = mask.block_mask
     if block_mask is None:
         return
-    if mask_mod is None:
+    if mask.mask_mod is None:
         raise ValueError("a block_mask without its mask_mod: blocks that are cut need both")
     R, T, N, _ = q.shape
     rows, heads, TQ, TK = block_mask.kind.shape

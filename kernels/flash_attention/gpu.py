@@ -11,8 +11,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxinfer.kernels.attention_variant import AttentionVariant
 from jaxinfer.kernels.flash_attention.blocks import fit, tile_kinds, walk_of
-from jaxinfer.kernels.flash_attention.rule import VARIANT, Given, Rule, options_of, tiling_key
+from jaxinfer.kernels.flash_attention.rule import (
+    NO_MASK,
+    PLAIN,
+    AttentionMask,
+    Features,
+    Given,
+    Mod,
+    Rule,
+    features_of,
+    features_of_call,
+    key_of,
+    tiling_key,
+)
 from jaxinfer.kernels.triton_launch import (
     Launcher,
     TritonLaunch,
@@ -22,6 +35,8 @@ from jaxinfer.kernels.triton_launch import (
     require_triton,
 )
 from jaxinfer.kernels.tuning import tuned
+
+__all__ = ["Tiling", "candidates", "flash_attention", "heuristic", "tiling_key"]
 
 MIN_TILE = 16  # of a product on tensor cores
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 192, 256)
@@ -44,7 +59,7 @@ class Tiling:
         check_schedule(self.num_warps, self.num_stages)
 
 
-def heuristic(q, k, v=None, **options: Any) -> Tiling:
+def heuristic(q, k, features: Features = PLAIN) -> Tiling:
     """From shapes, types and the variant: the largest tiles that no value is spilled for, by
     compiling for sm_80 and sm_90 (Triton 3.6.0). Hopper's products read their operands from shared
     memory and so leave room in the registers."""
@@ -57,17 +72,20 @@ def heuristic(q, k, v=None, **options: Any) -> Tiling:
         else:
             tiling = Tiling(128, 64, 8, 3) if H <= 128 else Tiling(128, 32, 8, 2)
     elif H <= 128:
-        is_plain = all(options.get(name) is None for name in VARIANT)
-        tiling = Tiling(128, 64 if is_plain or H <= 64 else 32, 8, 2)
+        tiling = Tiling(128, 64 if not features.used or H <= 64 else 32, 8, 2)
     else:
         tiling = Tiling(64, 32, 8, 3 if H == 192 else 2)
     q_tile = min(tiling.q_tile, max(MIN_TILE, 1 << (T - 1).bit_length()))
     return dataclasses.replace(tiling, q_tile=q_tile)
 
 
-def candidates(q, k, v=None, **options: Any) -> list[Tiling]:
-    """The tilings worth measuring for these arguments of the front door."""
-    first, H = heuristic(q, k, **options), q.shape[3]
+def candidates(
+    q, k, _v, variant: AttentionVariant, mask: AttentionMask = NO_MASK, *,
+    score_mod: Mod | None = None, **_: Any,
+) -> list[Tiling]:  # fmt: skip
+    """Return the tilings worth measuring for the arguments of `flash_attention`."""
+    first = heuristic(q, k, features_of_call(variant, mask, score_mod))
+    H = q.shape[3]
     if jnp.dtype(q.dtype).itemsize == 4:
         found = [Tiling(m, b, w, 1) for m in (16, 32, 64) for b in (16, 32) for w in (4, 8)]
     else:
@@ -143,9 +161,9 @@ def flash_attention(
     if max(T * N, S * K) * H >= 2**31:
         raise NotImplementedError(f"a row of {max(T * N, S * K)} heads of {H} passes 2**31 numbers")
     if tiling is None:
-        options = options_of(given, rule)
-        key = tiling_key(q, k, **options)
-        tiling = tuned(heuristic(q, k, **options), "flash_attention/gpu", key)
+        features = features_of(given, rule)
+        key = key_of(q, k, features)
+        tiling = tuned(heuristic(q, k, features), "flash_attention/gpu", key)
     if given.block_mask is not None:
         fitted = {
             "q_tile": _power(tiling.q_tile, given.block_mask.q_block),

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxinfer.kernels.attention_variant import AttentionVariant
+
 # Of int32s that broadcast together: mask_mod(row, head, q_position, k_position) -> bool, and
 # score_mod(score, row, head, q_position, k_position) -> score.
 Mod = Callable[..., Any]
@@ -42,6 +44,43 @@ class BlockMask:
     q_block: int = dataclasses.field(metadata={"static": True})
     k_block: int = dataclasses.field(metadata={"static": True})
     q_offset: int = dataclasses.field(metadata={"static": True}, default=0)
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True)
+class AttentionMask:
+    """Which keys a query sees; the formula is in `api.py`.
+
+    A pytree: a program is compiled for `causal`, `mask_mod` and a `q_offset` that is an int, the
+    arrays are its inputs. `q_offset` None is S - T if `causal`, else 0.
+    """
+
+    causal: bool = False
+    mask_mod: Mod | None = None
+    q_offset: Any = None  # int, or int32 [] or [R]
+    kv_len: Any = None  # int32 [R]; None: S everywhere
+    hidden: ColumnIntervals | None = None  # [R, C, S]
+    block_mask: BlockMask | None = None  # that of `mask_mod` at this `q_offset`
+
+    def tree_flatten(self) -> tuple[Any, Any]:
+        offset = self.q_offset
+        is_static = offset is None or isinstance(offset, int)
+        arrays = (None if is_static else offset, self.kv_len, self.hidden, self.block_mask)
+        return arrays, (self.causal, self.mask_mod, offset if is_static else None)
+
+    @classmethod
+    def tree_unflatten(cls, static: Any, arrays: Any) -> AttentionMask:
+        (causal, mask_mod, static_offset), (offset, *rest) = static, arrays
+        return cls(causal, mask_mod, static_offset if offset is None else offset, *rest)
+
+    def offset_of(self, num_queries: int, num_keys: int) -> Any:
+        """Return the position of the first query."""
+        if self.q_offset is not None:
+            return self.q_offset
+        return num_keys - num_queries if self.causal else 0
+
+
+NO_MASK = AttentionMask()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,22 +145,52 @@ def is_seen(rule: Rule, row, head, q_position, k_position, length, intervals=())
 
 
 # Options whose presence a tiling depends on: they take registers, or leave tiles out.
-VARIANT = ("alibi_slopes", "mask_mod", "score_mod", "hidden")
+FEATURES = ("alibi_slopes", "mask_mod", "score_mod", "hidden")
 
 
-def options_of(given: Given, rule: Rule) -> dict[str, Any]:
-    """The options of the front door that a tiling depends on."""
-    found = {name: getattr(given, name, getattr(rule, name, None)) for name in VARIANT}
-    return {**found, "causal": rule.causal, "window": rule.window, "block_mask": given.block_mask}
+class Features(NamedTuple):
+    """What a tiling depends on beside shapes and types."""
+
+    used: tuple[str, ...] = ()  # those of `FEATURES` that the call uses
+    causal: bool = False
+    window: int | None = None
+    block_mask: BlockMask | None = None
 
 
-def tiling_key(q, k, v=None, **options: Any) -> str:
-    """What a measured tiling is kept by: arrays and options as the front door takes them."""
+PLAIN = Features()
+
+
+def features_of_call(
+    variant: AttentionVariant, mask: AttentionMask = NO_MASK, score_mod: Mod | None = None
+) -> Features:
+    """Return the features of a call of `flash_attention`."""
+    values = (variant.alibi_slopes, mask.mask_mod, score_mod, mask.hidden)
+    used = tuple(n for n, value in zip(FEATURES, values, strict=True) if value is not None)
+    return Features(used, mask.causal, variant.window, mask.block_mask)
+
+
+def features_of(given: Given, rule: Rule) -> Features:
+    """Return the features of a call, from what a backend is given."""
+    values = (given.alibi_slopes, rule.mask_mod, rule.score_mod, given.hidden)
+    used = tuple(n for n, value in zip(FEATURES, values, strict=True) if value is not None)
+    return Features(used, rule.causal, rule.window, given.block_mask)
+
+
+def tiling_key(
+    q, k, _v, variant: AttentionVariant, mask: AttentionMask = NO_MASK, *,
+    score_mod: Mod | None = None, **_: Any,
+) -> str:  # fmt: skip
+    """Return the key of a measured tiling for the arguments of `flash_attention`."""
+    return key_of(q, k, features_of_call(variant, mask, score_mod))
+
+
+def key_of(q, k, features: Features) -> str:
+    """Return the key of a measured tiling."""
     (_, T, N, H), (_, S, K, _) = q.shape, k.shape
-    marks = [name for name in VARIANT if options.get(name) is not None]
-    marks += ["causal"] if options.get("causal") else []
-    marks += [f"window={options['window']}"] if options.get("window") else []
-    if mask := options.get("block_mask"):
+    marks = [*features.used]
+    marks += ["causal"] if features.causal else []
+    marks += [f"window={features.window}"] if features.window else []
+    if mask := features.block_mask:
         marks.append(f"blocks={mask.q_block}x{mask.k_block}")
     return " ".join([f"T={T} S={S} N={N} K={K} H={H} {jnp.dtype(q.dtype).name}", *marks])
 

@@ -16,16 +16,26 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from jaxinfer.kernels.attention_variant import AttentionVariant
 from jaxinfer.kernels.flash_attention.blocks import fit, steps_of, tile_kinds
 from jaxinfer.kernels.flash_attention.rule import (
+    NO_MASK,
+    PLAIN,
+    AttentionMask,
+    Features,
     Given,
+    Mod,
     Rule,
     decline_closures,
-    options_of,
+    features_of,
+    features_of_call,
+    key_of,
     tiling_key,
 )
 from jaxinfer.kernels.flash_attention.tpu_kernel import LANES, Plan, Scalars, kernel
 from jaxinfer.kernels.tuning import tuned
+
+__all__ = ["Tiling", "candidates", "flash_attention", "heuristic", "tiling_key"]
 
 # Of SMEM for the list of steps; a core has 1 MiB or more. Longer lists ask for larger tiles.
 MAX_STEP_BYTES = 2**18
@@ -46,14 +56,14 @@ class Tiling:
             raise ValueError(f"k_tile {self.k_tile} is no multiple of {LANES}")
 
 
-def heuristic(q, k, v=None, **options: Any) -> Tiling:
+def heuristic(q, k, features: Features = PLAIN) -> Tiling:
     """From shapes and types alone: 512 x 512, so that a key that is fetched meets 512 queries,
     above the ratio of arithmetic to bytes (240 on a v5e) at which memory is the limit, and the
     scores of a tile take 1 MiB; more, for lengths whose list of tiles would not fit SMEM."""
     T, S = q.shape[1], k.shape[1]
     wide = lambda size, unit: min(512, -(-size // unit) * unit)
     q_tile, k_tile = wide(T, SUBLANES if T < LANES else LANES), wide(S, LANES)
-    mask = options.get("block_mask")
+    mask = features.block_mask
     if mask is not None:
         return Tiling(_fit(q_tile, mask.q_block, SUBLANES), _fit(k_tile, mask.k_block, LANES))
     while k_tile < 2048 and 4 * -(-T // q_tile) * -(-S // k_tile) > MAX_STEP_BYTES:
@@ -68,10 +78,15 @@ def _fit(tile: int, block: int, unit: int) -> int:
     return fit(max(1, tile // unit), block // unit) * unit
 
 
-def candidates(q, k, v=None, **options: Any) -> list[Tiling]:
-    """The tilings worth measuring for these arguments of the front door."""
-    mask, first = options.get("block_mask"), heuristic(q, k, **options)
-    fits = lambda t: mask is None or (mask.q_block % t.q_tile == 0 and mask.k_block % t.k_tile == 0)
+def candidates(
+    q, k, _v, variant: AttentionVariant, mask: AttentionMask = NO_MASK, *,
+    score_mod: Mod | None = None, **_: Any,
+) -> list[Tiling]:  # fmt: skip
+    """Return the tilings worth measuring for the arguments of `flash_attention`."""
+    features = features_of_call(variant, mask, score_mod)
+    blocks, first = features.block_mask, heuristic(q, k, features)
+    divides = lambda t: blocks.q_block % t.q_tile == 0 and blocks.k_block % t.k_tile == 0
+    fits = lambda t: blocks is None or divides(t)
     sizes = [(m, b) for m in (128, 256, 512, 1024) for b in (128, 256, 512, 1024, 2048)]
     T, S = max(q.shape[1], LANES), max(k.shape[1], LANES)
     found = [Tiling(m, b) for m, b in sizes if m * b <= 2**19 and m < 2 * T and b < 2 * S]
@@ -94,9 +109,9 @@ def flash_attention(
         raise NotImplementedError("Mosaic loads no float16; use bfloat16 or float32")
     (R, T), S = q.shape[:2], k.shape[1]
     if tiling is None:
-        options = options_of(given, rule)
-        key = tiling_key(q, k, **options)
-        tiling = tuned(heuristic(q, k, **options), "flash_attention/tpu", key)
+        features = features_of(given, rule)
+        key = key_of(q, k, features)
+        tiling = tuned(heuristic(q, k, features), "flash_attention/tpu", key)
     M, B = tiling.q_tile, tiling.k_tile
     if given.block_mask is not None:
         M = _fit(M, given.block_mask.q_block, SUBLANES)

@@ -13,7 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxinfer.kernels.attention_variant import AttentionVariant
 from jaxinfer.kernels.dispatch import device_kind, platform
+from jaxinfer.kernels.kv_pages import KVPages
 from jaxinfer.kernels.paged_attention.gpu_plan import Plan, num_items, power_of_two, work_list
 from jaxinfer.kernels.paged_attention.gpu_tiling import (
     SCALED,
@@ -24,6 +26,7 @@ from jaxinfer.kernels.paged_attention.gpu_tiling import (
     key_of,
     tiling_key,
 )
+from jaxinfer.kernels.paged_attention.rows import RaggedRows
 from jaxinfer.kernels.triton_launch import (
     Launcher,
     TritonLaunch,
@@ -43,51 +46,47 @@ INTERPRETED = 3
 
 def paged_attention(
     q,  # [T, N, H]
-    k_pages,  # [P, K, B, H]
-    v_pages,  # [P, K, B, H]
-    q_start,  # [R+1]
-    kv_len,  # [R]
-    page_table,  # [R, W]
+    rows: RaggedRows,
+    pages: KVPages,  # k, v: [P, K, B, H]
+    variant: AttentionVariant,
     *,
-    scale,
-    window,
-    soft_cap,
-    sinks,  # [N] or None
-    alibi_slopes,  # [N] or None
-    k_scales=None,  # [P, K, B], of int8 and float8_e4m3fn pages
-    v_scales=None,  # [P, K, B]
-    value_dim: int | None = None,
     return_lse: bool = False,
     batch_invariant: bool = False,
     tiling: Tiling | None = None,
     launch: Launcher = jax_triton,
 ):
-    """(out [T, N, H], lse [T, N] or None). With `batch_invariant` no unit is cut, so that a row of
-    one token is computed alike whatever the others are. Declines (`NotImplementedError`) types that
-    it cannot read, GPUs below compute capability 8.0 and those of unknown size."""
-    _check(q, k_pages, v_pages, k_scales, v_scales)
+    """Return (out [T, N, H], lse [T, N] or None).
+
+    With `batch_invariant` no unit is cut, so that a row of one token is computed alike whatever the
+    others are. Declines (`NotImplementedError`) types that it cannot read, GPUs below compute
+    capability 8.0 and those of unknown size.
+    """
+    _check(q, pages)
     require_triton()
     from jaxinfer.kernels.paged_attention.gpu_kernel import paged_attention_kernel
 
-    tiling = tiling or _tiling(q, k_pages, kv_len, window)
+    tiling = tiling or _tiling(q, rows, pages.k, variant.window)
+    sinks, slopes = variant.sinks, variant.alibi_slopes
     options = {
-        "scale": float(scale),
-        "window": window,
-        "soft_cap": None if soft_cap is None else float(soft_cap),
+        "scale": float(variant.scale),
+        "window": variant.window,
+        "soft_cap": None if variant.soft_cap is None else float(variant.soft_cap),
         "has_sinks": sinks is not None,
-        "has_slopes": alibi_slopes is not None,
-        "has_scales": k_scales is not None,
+        "has_slopes": slopes is not None,
+        "has_scales": pages.k_scales is not None,
         "has_lse": return_lse,
         "is_split": not batch_invariant,
     }
-    plan = plan_of(tiling, q, k_pages, kv_len, page_table, **options)
-    items = work_list(plan, q_start, kv_len)
+    plan = plan_of(tiling, q, pages.k, rows, **options)
+    items = work_list(plan, rows.q_start, rows.kv_len)
+    k, v = pages.k, pages.v
     if plan.is_fp8:  # by its bits: not every GPU has the type
-        k_pages, v_pages = (jax.lax.bitcast_convert_type(x, jnp.int8) for x in (k_pages, v_pages))
-    optional = (k_scales, v_scales, sinks, alibi_slopes)  # something, for one that is not read
+        k, v = (jax.lax.bitcast_convert_type(x, jnp.int8) for x in (k, v))
+    # An operand that the kernel does not read is replaced by some other array.
+    optional = (pages.k_scales, pages.v_scales, sinks, slopes)
     optional = (items if x is None else x.astype(jnp.float32) for x in optional)
     zeros = jnp.zeros(plan.programs, jnp.int32)
-    inputs = (q, k_pages, v_pages, *optional, q_start, page_table, items, zeros)
+    inputs = (q, k, v, *optional, rows.q_start, rows.page_table, items, zeros)
     out, lse, *_ = launch(
         TritonLaunch(
             kernel=paged_attention_kernel,
@@ -103,14 +102,15 @@ def paged_attention(
     return out, lse if return_lse else None
 
 
-def _tiling(q, k_pages, kv_len, window) -> Tiling:
-    key = key_of(q, k_pages, kv_len.shape[0], k_pages.shape[2], window)
-    return tuned(heuristic(q, k_pages, kv_len), "paged_attention/gpu", key)
+def _tiling(q, rows: RaggedRows, k_pages, window) -> Tiling:
+    key = key_of(q, k_pages, rows.kv_len.shape[0], k_pages.shape[2], window)
+    return tuned(heuristic(q, k_pages, rows.kv_len), "paged_attention/gpu", key)
 
 
-def plan_of(tiling: Tiling, q, k_pages, kv_len, page_table, **options: Any) -> Plan:
-    """What the kernel is compiled for; `options` are the fields of `Plan` with no shape in them."""
-    (T, N, H), R, W = q.shape, *page_table.shape
+def plan_of(tiling: Tiling, q, k_pages, rows: RaggedRows, **options: Any) -> Plan:
+    """Return what the kernel is compiled for; `options` are the fields of `Plan` that do not follow
+    from shapes."""
+    (T, N, H), R, W = q.shape, *rows.page_table.shape
     _, K, B, _ = k_pages.shape
     group = N // K
     if tiling.row_block < group:
@@ -164,15 +164,17 @@ def _outputs(plan: Plan, dtype) -> tuple[jax.ShapeDtypeStruct, ...]:
     )
 
 
-def _check(q, k_pages, v_pages, k_scales, v_scales) -> None:
+def _check(q, pages: KVPages) -> None:
+    k_pages, v_pages = pages.k, pages.v
     if v_pages is None:
         raise NotImplementedError("values are a part of the keys; it reads pages of values")
     if q.size >= 1 << 31:
         raise NotImplementedError(f"{q.size} numbers of queries; it counts them in 32 bits")
     if q.dtype.name not in FLOATS:
         raise NotImplementedError(f"queries of {q.dtype.name}; it takes {', '.join(FLOATS)}")
-    for name, pages, scales in (("k", k_pages, k_scales), ("v", v_pages, v_scales)):
-        kind = pages.dtype.name
+    stored = (("k", k_pages, pages.k_scales), ("v", v_pages, pages.v_scales))
+    for name, numbers, scales in stored:
+        kind = numbers.dtype.name
         if kind not in FLOATS + SCALED:
             raise NotImplementedError(
                 f"{name}_pages of {kind}; it takes {', '.join(FLOATS + SCALED)}"

@@ -8,8 +8,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxinfer.kernels.attention_variant import AttentionVariant
 from jaxinfer.kernels.folding import fold_of
+from jaxinfer.kernels.kv_pages import KVPages
 from jaxinfer.kernels.paged_attention.gpu_plan import power_of_two
+from jaxinfer.kernels.paged_attention.rows import RaggedRows
 from jaxinfer.kernels.triton_launch import capability_in_use, check_schedule
 
 KIBI = 1 << 10
@@ -78,10 +81,10 @@ def shared_memory() -> int:
     return (164 if capability is not None and capability < 90 else 228) * KIBI
 
 
-def candidates(q, pages, q_start, *rows: Any, **options: Any) -> list[Tiling]:
-    """The tilings that a search tries; arguments as the front door takes them."""
+def candidates(q, rows: RaggedRows, pages: KVPages, *_: Any, **__: Any) -> list[Tiling]:
+    """Return the tilings that a search tries for the arguments of `paged_attention`."""
     T, N, _ = q.shape
-    is_decode = q_start.shape[0] - 1 == T
+    is_decode = rows.kv_len.shape[0] == T
     group = power_of_two(N // pages.k.shape[1], 16)
     tiles = (16, 32) if is_decode else (16, 32, 64, 128)
     found = [
@@ -93,10 +96,10 @@ def candidates(q, pages, q_start, *rows: Any, **options: Any) -> list[Tiling]:
     return [tiling for tiling in found if _may_fit(tiling, q, pages.k)]
 
 
-def tiling_key(q, pages, q_start, *rows: Any, **options: Any) -> str:
-    """What a measured tiling is filed under; arguments as the front door takes them."""
-    fold = fold_of(pages.k.shape[3], q.shape[2])
-    return key_of(q, pages.k, q_start.shape[0] - 1, pages.k.shape[2] * fold, options.get("window"))
+def tiling_key(q, rows: RaggedRows, pages: KVPages, variant: AttentionVariant, **_: Any) -> str:
+    """Return the key of a measured tiling for the arguments of `paged_attention`."""
+    page_size = pages.k.shape[2] * fold_of(pages.k.shape[3], q.shape[2])
+    return key_of(q, pages.k, rows.kv_len.shape[0], page_size, variant.window)
 
 
 def key_of(q, k_pages, R: int, B: int, window: int | None) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxinfer.kernels.attention_variant import AttentionVariant
 from jaxinfer.kernels.dispatch import device_kind
 from jaxinfer.kernels.kv_pages import KVPages
 from jaxinfer.kernels.paged_attention.hopper_plan import (
@@ -28,6 +29,7 @@ from jaxinfer.kernels.paged_attention.hopper_plan import (
     num_items,
     work_list,
 )
+from jaxinfer.kernels.paged_attention.rows import RaggedRows
 from jaxinfer.kernels.tuning import tuned
 
 KIBI = 1 << 10
@@ -77,8 +79,8 @@ def heuristic(head_dim: int, page_size: int) -> Tiling:
     return Tiling(block, slots)
 
 
-def candidates(q, pages, *rows: Any, **options: Any) -> list[Tiling]:
-    """The tilings worth measuring for a call; arguments as the front door takes them."""
+def candidates(q, rows: RaggedRows, pages: KVPages, *_: Any, **__: Any) -> list[Tiling]:
+    """Return the tilings worth measuring for the arguments of `paged_attention`."""
     H, B = q.shape[2], pages.k.shape[2]
     first = heuristic(H, B)
     found = [first]
@@ -91,76 +93,67 @@ def candidates(q, pages, *rows: Any, **options: Any) -> list[Tiling]:
     return found
 
 
-def tiling_key(q, pages, *rows: Any, **options: Any) -> str:
-    """What a measured tiling is filed under; arguments as the front door takes them."""
-    (_, N, H), (_, K, B, _) = q.shape, pages.k.shape
-    window = " window" if options.get("window") is not None else ""
+def tiling_key(q, rows: RaggedRows, pages: KVPages, variant: AttentionVariant, **_: Any) -> str:
+    """Return the key of a measured tiling for the arguments of `paged_attention`."""
+    (_T, N, H), (_P, K, B, _L) = q.shape, pages.k.shape
+    window = " window" if variant.window is not None else ""
     return f"N={N} K={K} H={H} B={B} {q.dtype.name}{window}"
 
 
 def paged_attention(
     q,  # [T, N, H]
-    k_pages,  # [P, K, B, H]
-    v_pages,  # [P, K, B, H]
-    q_start,  # [R+1]
-    kv_len,  # [R]
-    page_table,  # [R, W]
+    rows: RaggedRows,
+    pages: KVPages,  # k, v: [P, K, B, H]
+    variant: AttentionVariant,
     *,
-    scale,
-    window,
-    soft_cap,
-    sinks,  # [N] or None
-    alibi_slopes,  # [N] or None
-    k_scales=None,
-    v_scales=None,
-    value_dim: int | None = None,
     return_lse: bool = False,
     tiling: Tiling | None = None,
     interpret: Any = False,  # or Pallas' parameters of its GPU emulator
 ):
-    """(out [T, N, H], lse [T, N] or None).
+    """Return (out [T, N, H], lse [T, N] or None).
 
     Declines (`NotImplementedError`) steps without a chunk, GPUs that are not Hopper, types, head
     dims and pages that TMA and wgmma do not take.
     """
-    _check(q, k_pages, v_pages, kv_len, k_scales)
+    _check(q, rows, pages)
     if not interpret:
         _check_device()
         _check_assembler()
     tiling = tiling or tuned(
-        heuristic(q.shape[2], k_pages.shape[2]),
+        heuristic(q.shape[2], pages.k.shape[2]),
         "paged_attention/hopper",
-        tiling_key(q, KVPages(k_pages, v_pages), window=window),
+        tiling_key(q, rows, pages, variant),
     )
     plan = _plan_of(
         tiling,
         q,
-        k_pages,
-        kv_len,
-        scale=float(scale),
-        window=window,
-        soft_cap=None if soft_cap is None else float(soft_cap),
-        has_sinks=sinks is not None,
-        has_slopes=alibi_slopes is not None,
+        rows,
+        pages.k,
+        scale=float(variant.scale),
+        window=variant.window,
+        soft_cap=None if variant.soft_cap is None else float(variant.soft_cap),
+        has_sinks=variant.sinks is not None,
+        has_slopes=variant.alibi_slopes is not None,
         has_lse=return_lse,
         is_emulated=bool(interpret),
     )
     inputs = {
         "q": _by_kv_head(plan, q),
-        "k_pages": k_pages,
-        "v_pages": v_pages,
-        "page_table": page_table,
-        "items": work_list(plan, q_start, kv_len),
-        "sinks": _by_row(plan, sinks),
-        "slopes": _by_row(plan, alibi_slopes),
+        "k_pages": pages.k,
+        "v_pages": pages.v,
+        "page_table": rows.page_table,
+        "items": work_list(plan, rows.q_start, rows.kv_len),
+        "sinks": _by_row(plan, variant.sinks),
+        "slopes": _by_row(plan, variant.alibi_slopes),
     }
     out, *lse = _run(plan, inputs, interpret)
-    return out, lse_of_tokens(plan, lse[0], q_start) if lse else None
+    return out, lse_of_tokens(plan, lse[0], rows.q_start) if lse else None
 
 
-def _plan_of(tiling: Tiling, q, k_pages, kv_len, **options: Any) -> Plan:
-    """What the kernel is compiled for; `options` are the fields of `Plan` with no shape in them."""
-    (T, N, H), (_, K, B, _), R = q.shape, k_pages.shape, kv_len.shape[0]
+def _plan_of(tiling: Tiling, q, rows: RaggedRows, k_pages, **options: Any) -> Plan:
+    """Return what the kernel is compiled for; `options` are the fields of `Plan` that do not follow
+    from shapes."""
+    (T, N, H), (_, K, B, _), R = q.shape, k_pages.shape, rows.kv_len.shape[0]
     if not _divides(tiling.block, B):
         raise ValueError(
             f"block {tiling.block} and pages of {B} do not divide each other; use a tiling with "
@@ -267,21 +260,21 @@ def _check_assembler() -> None:
         )
 
 
-def _check(q, k_pages, v_pages, kv_len, k_scales) -> None:
-    if v_pages is None:
+def _check(q, rows: RaggedRows, pages: KVPages) -> None:
+    if pages.v is None:
         raise NotImplementedError("values are a part of the keys; it reads pages of values")
-    (T, N, H), (_, K, B, lanes), R = q.shape, k_pages.shape, kv_len.shape[0]
+    (T, N, H), (_, K, B, lanes), R = q.shape, pages.k.shape, rows.kv_len.shape[0]
     if T <= R:
         raise NotImplementedError(
             f"a step of as many rows as tokens holds no chunk: {R} rows, {T} tokens"
         )
     if q.dtype.name not in TYPES:
         raise NotImplementedError(f"queries of {q.dtype.name}; it takes {', '.join(TYPES)}")
-    for name, pages in (("k", k_pages), ("v", v_pages)):
-        if pages.dtype != q.dtype or k_scales is not None:
+    for name, stored in (("k", pages.k), ("v", pages.v)):
+        if stored.dtype != q.dtype or pages.k_scales is not None:
             raise NotImplementedError(
-                f"{name}_pages of {pages.dtype.name} for queries of {q.dtype.name}; it takes pages "
-                f"of the queries' type"
+                f"{name}_pages of {stored.dtype.name} for queries of {q.dtype.name}; it takes "
+                "pages of the queries' type"
             )
     if H not in HEAD_DIMS or lanes != H:
         raise NotImplementedError(

@@ -9,49 +9,45 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.kernels.kv_pages import dequantized
-from jaxinfer.kernels.paged_attention.page_part import WHOLE
+from jaxinfer.kernels.attention_variant import AttentionVariant
+from jaxinfer.kernels.kv_pages import KVPages, dequantized
+from jaxinfer.kernels.paged_attention.page_part import WHOLE, PagePart
+from jaxinfer.kernels.paged_attention.rows import RaggedRows
 
 
 def paged_attention(
     q,  # [T, N, H]
-    k_pages,  # [P, K, B, H]
-    v_pages,  # [P, K, B, H] or None
-    q_start,  # [R+1]
-    kv_len,  # [R]
-    page_table,  # [R, W]
+    rows: RaggedRows,
+    pages: KVPages,  # k, v: [P, K, B, H]
+    variant: AttentionVariant,
     *,
-    scale,
-    window,
-    soft_cap,
-    sinks,  # [N] or None
-    alibi_slopes,  # [N] or None
-    k_scales=None,  # [P, K, B] or None
-    v_scales=None,  # [P, K, B] or None
-    value_dim=None,
-    return_lse=False,
-    part=WHOLE,
-    key_limit=None,  # [R] or None
+    part: PagePart = WHOLE,
+    return_lse: bool = False,
 ):
+    """Return (out [T, N, H or value_dim], lse [T, N] or None)."""
     wide = jnp.float64 if jax.config.jax_enable_x64 else jnp.float32  # type: ignore[attr-defined]
     T, N, H = q.shape
-    K, B = k_pages.shape[1:3]
-    G = N // K
-    row, position, is_real = _places(T, q_start, kv_len)
+    K, B = pages.k.shape[1:3]
+    G, (R, W) = N // K, rows.page_table.shape
+    scale, window, soft_cap = variant.scale, variant.window, variant.soft_cap
+    sinks, alibi_slopes = variant.sinks, variant.alibi_slopes
+    row, position, is_real = _positions(T, rows)
 
-    def cells(pages):  # [R, W, K, B, H] -> [T, W*B, K, H]
-        of_row = jnp.moveaxis(pages[page_table], 2, 3).reshape(page_table.shape[0], -1, K, H)
-        return of_row[row].astype(wide)
+    def gathered(stored):  # [R, W, K, B, H] -> [T, W*B, K, H]
+        by_row = jnp.moveaxis(stored[rows.page_table], 2, 3).reshape(R, -1, K, H)
+        return by_row[row].astype(wide)
 
-    s = part.positions(jnp.arange(page_table.shape[1] * B), B)[None]  # [1, W*B]
-    last_seen = position if key_limit is None else jnp.minimum(position, key_limit[row] - 1)
+    s = part.positions(jnp.arange(W * B), B)[None]  # [1, W*B]
+    last_seen = position
+    if rows.key_limit is not None:
+        last_seen = jnp.minimum(position, rows.key_limit[row] - 1)
     is_seen = (s <= last_seen[:, None]) & is_real[:, None]
     if window is not None:
         is_seen &= s > position[:, None] - window
-    k = jnp.where(is_seen[..., None, None], cells(dequantized(k_pages, k_scales)), 0)
-    v = k[..., :value_dim]
-    if v_pages is not None:
-        v = jnp.where(is_seen[..., None, None], cells(dequantized(v_pages, v_scales)), 0)
+    k = jnp.where(is_seen[..., None, None], gathered(dequantized(pages.k, pages.k_scales)), 0)
+    v = k[..., : variant.value_dim]
+    if pages.v is not None:
+        v = jnp.where(is_seen[..., None, None], gathered(dequantized(pages.v, pages.v_scales)), 0)
 
     z = jnp.einsum("tkgh,tskh->tkgs", q.astype(wide).reshape(T, K, G, H), k).reshape(T, N, -1)
     z = z * scale
@@ -75,10 +71,10 @@ def paged_attention(
     return out.reshape(T, N, -1).astype(q.dtype), lse if return_lse else None
 
 
-def _places(T, q_start, kv_len):
-    """Each token's row, its position there, and whether it is of any: [T] each."""
+def _positions(T, rows: RaggedRows):
+    """Return each token's row, its position there, and whether it has a row: [T] each."""
     token = jnp.arange(T)
-    row = jnp.searchsorted(q_start[1:], token, side="right", method="compare_all")
-    is_real = row < kv_len.shape[0]
+    row = jnp.searchsorted(rows.q_start[1:], token, side="right", method="compare_all")
+    is_real = row < rows.kv_len.shape[0]
     row = jnp.where(is_real, row, 0)
-    return row, kv_len[row] - (q_start[row + 1] - token), is_real
+    return row, rows.kv_len[row] - (rows.q_start[row + 1] - token), is_real

@@ -20,22 +20,24 @@ Measured by compiling for v4, v5e, v5p, v6e and 7x without a device (jax 0.10.2,
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from jaxinfer.kernels.attention_variant import AttentionVariant
 from jaxinfer.kernels.folding import LANES, fold_of
+from jaxinfer.kernels.kv_pages import KVPages, NewTokens
+from jaxinfer.kernels.paged_attention.rows import RaggedRows
 from jaxinfer.kernels.paged_attention.tpu_kernel import kernel
 from jaxinfer.kernels.paged_attention.tpu_plan import IDS, MASKED, Plan
 from jaxinfer.kernels.paged_attention.tpu_prepare import (
-    Rows,
     copies,
     groups_of,
     lanes_of_head,
-    new_tokens,
+    store_ranges,
     work_list,
 )
 from jaxinfer.kernels.paged_attention.tpu_tiling import (
@@ -54,121 +56,77 @@ from jaxinfer.kernels.paged_attention.tpu_tiling import (
 __all__ = ["Tiling", "candidates", "paged_attention", "tiling_key", "update_and_attend"]
 
 
-class _Cache(NamedTuple):
-    k_pages: Any  # [P, K, rows, lanes]
-    v_pages: Any  # [P, K, rows, lanes]
-    k_scales: Any  # [P, K, B] or None
-    v_scales: Any  # [P, K, B] or None
-
-
-class _Variant(NamedTuple):
-    scale: float
-    window: int | None
-    soft_cap: float | None
-    sinks: Any  # [N] or None
-    alibi_slopes: Any  # [N] or None
-    return_lse: bool
-
-
-class _Step(NamedTuple):
-    """The new keys and values of a step, and where they go."""
-
-    k: Any  # [T, K, H]
-    v: Any  # [T, K, H]
-    write_page: Any  # [T]
-
-
 def paged_attention(
     q,  # [T, N, H]
-    k_pages,  # [P, K, rows, lanes]
-    v_pages,  # [P, K, rows, lanes]
-    q_start,  # [R+1]
-    kv_len,  # [R]
-    page_table,  # [R, W]
+    rows: RaggedRows,
+    pages: KVPages,  # k, v: [P, K, rows, lanes]
+    variant: AttentionVariant,
     *,
-    scale,
-    window,
-    soft_cap,
-    sinks,  # [N] or None
-    alibi_slopes,  # [N] or None
-    k_scales=None,  # [P, K, B] or None
-    v_scales=None,  # [P, K, B] or None
-    value_dim: int | None = None,
     return_lse: bool = False,
     tiling: Tiling | None = None,
     interpret: Any = False,  # for tests: pltpu.InterpretParams()
 ):
-    """The result and its log-sum-exp. Declines (`NotImplementedError`) what Mosaic cannot
-    compile."""
-    if value_dim is not None:
+    """Return (out [T, N, H], lse [T, N] or None). Declines (`NotImplementedError`) what Mosaic
+    cannot compile."""
+    if variant.value_dim is not None:
         raise NotImplementedError("values are a part of the keys; it reads pages of values")
-    cache = _Cache(k_pages, v_pages, k_scales, v_scales)
-    variant = _Variant(scale, window, soft_cap, sinks, alibi_slopes, return_lse)
-    rows = Rows(q_start, kv_len, page_table)
-    return _run(q, cache, rows, variant, None, tiling, interpret)[:2]
+    tiling = tiling or tiling_of(q, pages.k)
+    plan = _plan(q, rows, pages, variant, tiling, has_lse=return_lse)
+    return _run(plan, q, rows, pages, variant, None, tiling, interpret)[:2]
 
 
 def update_and_attend(
     q,  # [T, N, H]
-    k_new,  # [T, K, H]
-    v_new,  # [T, K, H]
-    k_pages,  # [P, K, rows, lanes]
-    v_pages,  # [P, K, rows, lanes]
-    q_start,  # [R+1]
-    kv_len,  # [R]
-    page_table,  # [R, W]
-    write_page,  # [T]
+    new: NewTokens,
+    rows: RaggedRows,
+    pages: KVPages,  # k, v: [P, K, rows, lanes]
+    variant: AttentionVariant,
     *,
-    scale,
-    window,
-    soft_cap,
-    sinks,  # [N] or None
-    alibi_slopes,  # [N] or None
-    k_scales=None,
-    v_scales=None,
     return_lse: bool = False,
     tiling: Tiling | None = None,
     interpret: Any = False,  # for tests: pltpu.InterpretParams()
 ):
-    """Store the step's keys and values and attend: the result, its log-sum-exp, and the pages, in
-    place where they are donated.
+    """Store the step's keys and values and attend: (out, lse or None, pages), the pages in place
+    where they are donated.
 
-    A token whose `write_page` is P or more is not stored but read from its row's pages; such tokens
-    come first in their row. A page that takes a token must be its row's alone; cells of it past the
+    A token whose page is P or more is not stored but read from its row's pages; such tokens come
+    first in their row. A page that takes a token must be its row's alone; its offsets past the
     row's end may be set to zero. Declines quantized pages, and what Mosaic cannot compile.
     """
-    if k_scales is not None or v_scales is not None:
+    if pages.k_scales is not None or pages.v_scales is not None:
         raise NotImplementedError(
             "the kernel does not quantize what it stores: store first, then attend"
         )
-    cache = _Cache(k_pages, v_pages, None, None)
-    variant = _Variant(scale, window, soft_cap, sinks, alibi_slopes, return_lse)
-    rows, step = Rows(q_start, kv_len, page_table), _Step(k_new, v_new, write_page)
-    check_update(k_pages)
-    return _run(q, cache, rows, variant, step, tiling, interpret)
+    check_update(pages.k)
+    tiling = tiling or tiling_of(q, pages.k)
+    plan = _plan(q, rows, pages, variant, tiling, has_lse=return_lse, is_update=True)
+    out, lse, k, v = _run(plan, q, rows, pages, variant, new, tiling, interpret)
+    return out, lse, KVPages(k, v)
 
 
-def _run(q, cache: _Cache, rows: Rows, variant: _Variant, step: _Step | None, tiling, interpret):
+def _run(
+    plan: Plan, q, rows: RaggedRows, pages: KVPages, variant: AttentionVariant,
+    new: NewTokens | None, tiling: Tiling, interpret,
+):  # fmt: skip
+    """Lay the operands out, call the kernel, take the result apart: (out, lse, new pages)."""
     T, N, H = q.shape
-    lanes = cache.k_pages.shape[3]
-    tiling = tiling or tiling_of(q, cache.k_pages)
+    lanes = pages.k.shape[3]
     if not interpret:
-        check_mosaic(tiling, q, cache.k_pages)
-    plan = _plan(q, cache, rows, variant, step is not None, tiling)
+        check_mosaic(tiling, q, pages.k)
     num_tokens = max(T, plan.tile)
-    new, operands = None, [*cache]
-    if step is not None:
-        new = new_tokens(plan, rows, step.write_page, cache.k_pages.shape[0])
-        operands += [groups_of(plan, rows, new, x, cache.k_pages) for x in (step.k, step.v)]
+    stored, operands = None, [*pages]
+    if new is not None:
+        stored = store_ranges(plan, rows, new.page, pages.k.shape[0])
+        operands += [groups_of(plan, rows, stored, x, pages.k) for x in (new.k, new.v)]
     sinks, slopes = variant.sinks, variant.alibi_slopes
     if sinks is not None:  # the first copy alone has it
         is_first = jnp.arange(plan.copies)[:, None] < plan.group
         sinks = jnp.where(is_first, lanes_of_head(plan, sinks), MASKED)
     operands += [sinks, None if slopes is None else lanes_of_head(plan, slopes)]
-    work = work_list(plan, rows, tiling.cores, new)
+    work = work_list(plan, rows, tiling.cores, stored)
     table = jnp.pad(rows.page_table, ((0, 0), (0, -rows.page_table.shape[1] % IDS)))
     q_copies = jnp.pad(copies(plan, q, lanes), ((0, num_tokens - T), (0, 0), (0, 0)))
-    vmem = vmem_bytes(tiling, q, cache.k_pages)
+    vmem = vmem_bytes(tiling, q, pages.k)
     call = _call(plan, tiling, vmem, q.dtype, interpret)
     out, *rest = call(
         *work, table.reshape(-1, 1, IDS), q_copies, *(x for x in operands if x is not None)
@@ -181,9 +139,12 @@ def _run(q, cache: _Cache, rows: Rows, variant: _Variant, step: _Step | None, ti
     return out, lse, *rest
 
 
-def _plan(q, cache: _Cache, rows: Rows, variant: _Variant, is_update: bool, tiling: Tiling) -> Plan:
+def _plan(
+    q, rows: RaggedRows, pages: KVPages, variant: AttentionVariant, tiling: Tiling, *,
+    has_lse: bool, is_update: bool = False,
+) -> Plan:  # fmt: skip
     T, N, H = q.shape
-    _, K, page_rows, lanes = cache.k_pages.shape
+    _, K, page_rows, lanes = pages.k.shape
     tile = 1 if T == 1 else tiling.query_tile
     return Plan(
         num_kv_heads=K,
@@ -199,12 +160,12 @@ def _plan(q, cache: _Cache, rows: Rows, variant: _Variant, is_update: bool, tili
         scale=variant.scale,
         window=variant.window,
         soft_cap=variant.soft_cap,
-        compute=jnp.bfloat16 if is_narrow(q, cache.k_pages) else jnp.float32,
+        compute=jnp.bfloat16 if is_narrow(q, pages.k) else jnp.float32,
         has_sinks=variant.sinks is not None,
         has_slopes=variant.alibi_slopes is not None,
-        has_scales=cache.k_scales is not None,
-        has_lse=variant.return_lse,
-        group_rows=group_rows(cache.k_pages) if is_update else 0,
+        has_scales=pages.k_scales is not None,
+        has_lse=has_lse,
+        group_rows=group_rows(pages.k) if is_update else 0,
     )
 
 

@@ -9,18 +9,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from jaxinfer.kernels.folding import LANES
+from jaxinfer.kernels.paged_attention.rows import RaggedRows
 from jaxinfer.kernels.paged_attention.tpu_plan import Plan
 
 
-class Rows(NamedTuple):
-    """The ragged batch."""
-
-    q_start: jax.Array  # [R+1]
-    kv_len: jax.Array  # [R]
-    page_table: jax.Array  # [R, W]
-
-
-class NewTokens(NamedTuple):
+class StoreRanges(NamedTuple):
     """Where the tokens that a step stores begin in each row, and the row's groups."""
 
     start: jax.Array  # [R]: a position; kv_len where nothing is stored
@@ -29,7 +22,7 @@ class NewTokens(NamedTuple):
     edge_page: jax.Array  # [R]: the page that holds position `start`
 
 
-def new_tokens(plan: Plan, rows: Rows, write_page, num_pages: int) -> NewTokens:
+def store_ranges(plan: Plan, rows: RaggedRows, write_page, num_pages: int) -> StoreRanges:
     """The tokens of a row that are not stored come first."""
     is_left_out = (write_page >= num_pages).astype(jnp.int32)
     before = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(is_left_out)])
@@ -41,10 +34,10 @@ def new_tokens(plan: Plan, rows: Rows, write_page, num_pages: int) -> NewTokens:
     R, W = rows.page_table.shape
     page = jnp.clip(start // plan.page_size, 0, W - 1)
     edge_page = rows.page_table.reshape(-1)[jnp.arange(R, dtype=jnp.int32) * W + page]
-    return NewTokens(start, ends - num_groups, ends, edge_page)
+    return StoreRanges(start, ends - num_groups, ends, edge_page)
 
 
-def groups_of(plan: Plan, rows: Rows, new: NewTokens, values, pages):
+def groups_of(plan: Plan, rows: RaggedRows, new: StoreRanges, values, pages):
     """[T, K, H] -> [groups, K, A, L], as they will lie in pages; zero where there is no
     new token."""
     T, K, H = values.shape
@@ -68,7 +61,7 @@ def groups_of(plan: Plan, rows: Rows, new: NewTokens, values, pages):
     return jnp.pad(cells, ((0, 0), (0, 0), (0, 0), (0, lanes - plan.fold * H)))
 
 
-def work_list(plan: Plan, rows: Rows, cores: int, new: NewTokens | None = None):
+def work_list(plan: Plan, rows: RaggedRows, cores: int, new: StoreRanges | None = None):
     """The items [num_fields * I], an empty one last, and each core's first item and number of
     blocks. A core gets a run of items whose blocks are about its share of all."""
     q_start, kv_len = rows.q_start, rows.kv_len

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 
 from jaxinfer.kernels.dispatch import device_kind
 from jaxinfer.kernels.folding import LANES, fold_of
+from jaxinfer.kernels.kv_pages import KVPages
+from jaxinfer.kernels.paged_attention.rows import RaggedRows
 from jaxinfer.kernels.paged_attention.tpu_plan import IDS, TOKEN_RUN
 from jaxinfer.kernels.tpu_chips import MEBI, MEGACORE, SMALL_VMEM
 from jaxinfer.kernels.tuning import tuned
@@ -70,8 +73,8 @@ def tiling_of(q, k_pages) -> Tiling:
     return tuned(heuristic(q, k_pages), OPERATOR, _key(q, k_pages))
 
 
-def tiling_key(q, pages, *rows, **options) -> str:
-    """What a measured tiling is filed under; arguments as the front door takes them."""
+def tiling_key(q, rows: RaggedRows, pages: KVPages, *_: Any, **__: Any) -> str:
+    """Return the key of a measured tiling for the arguments of `paged_attention`."""
     return _key(q, pages.k)
 
 
@@ -82,9 +85,9 @@ def _key(q, k_pages) -> str:
     return f"T={T} N={N} K={K} H={H} B={B} {q.dtype.name} {k_pages.dtype.name}"
 
 
-def candidates(q, pages, *rows, **options) -> list[Tiling]:
-    """The tilings that a search tries: those that leave the compiler as much VMEM as the heuristic
-    has to. Arguments as the front door takes them."""
+def candidates(q, rows: RaggedRows, pages: KVPages, *_: Any, **__: Any) -> list[Tiling]:
+    """Return the tilings that a search tries for the arguments of `paged_attention`: those that
+    leave the compiler as much VMEM as the heuristic has to."""
     T, _, H = q.shape
     B = pages.k.shape[2] * fold_of(pages.k.shape[3], H)
     most = -(-T // TOKEN_RUN) * TOKEN_RUN

@@ -16,8 +16,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.kernels.kv_pages import dequantized
+from jaxinfer.kernels.attention_variant import AttentionVariant
+from jaxinfer.kernels.kv_pages import KVPages, dequantized
 from jaxinfer.kernels.paged_attention.page_part import WHOLE, PagePart
+from jaxinfer.kernels.paged_attention.rows import RaggedRows
 
 DECODE_TILES = 16  # rows that walk their pages together
 DECODE_BLOCK = 64  # tokens a step of that walk
@@ -29,68 +31,46 @@ CHUNK_BLOCK = 256  # tokens a step of its walk
 MASKED = -1e30
 
 
-class _Rows(NamedTuple):
-    """What every tile needs to know of the ragged batch."""
-
-    q_start: jax.Array  # [R+1]
-    kv_len: jax.Array  # [R]
-    page_table: jax.Array  # [R, W]
-    key_limit: jax.Array | None  # [R]
-
-
 class _Pages(NamedTuple):
-    k: jax.Array  # [P, K, B, H]
-    v: jax.Array | None  # [P, K, B, H]; None: the first `value_dim` numbers of k
-    k_scales: jax.Array | None  # [P, K, B]
-    v_scales: jax.Array | None  # [P, K, B]
+    stored: KVPages  # k, v: [P, K, B, H]
     value_dim: int
     part: PagePart
 
 
-class _Variant(NamedTuple):
-    scale: float
-    window: int | None
-    soft_cap: float | None
-    sinks: jax.Array | None  # [N]
-    alibi_slopes: jax.Array | None  # [N]
+class _Tiles(NamedTuple):
+    """M tiles of `length` queries, of which the first `count` are there; `at_once` of them walk
+    their pages together, `block_len` tokens a step."""
+
+    row: jax.Array  # [M]
+    first: jax.Array  # [M]: the tile's first token
+    count: jax.Array  # []
+    at_once: int
+    length: int
+    block_len: int
 
 
 def paged_attention(
     q,  # [T, N, H]
-    k_pages,  # [P, K, B, H]
-    v_pages,  # [P, K, B, H] or None
-    q_start,  # [R+1]
-    kv_len,  # [R]
-    page_table,  # [R, W]
+    rows: RaggedRows,
+    pages: KVPages,  # k, v: [P, K, B, H]
+    variant: AttentionVariant,
     *,
-    scale,
-    window,
-    soft_cap,
-    sinks,  # [N] or None
-    alibi_slopes,  # [N] or None
-    k_scales=None,  # [P, K, B] or None
-    v_scales=None,  # [P, K, B] or None
-    value_dim=None,
-    return_lse=False,
-    part=WHOLE,
-    key_limit=None,  # [R] or None
+    part: PagePart = WHOLE,
+    return_lse: bool = False,
 ):
+    """Return (out [T, N, H or value_dim], lse [T, N] or None)."""
+    q_start, kv_len = rows.q_start, rows.kv_len
     T, R = q.shape[0], kv_len.shape[0]
-    variant = _Variant(scale, window, soft_cap, sinks, alibi_slopes)
-    rows = _Rows(q_start, kv_len, page_table, key_limit)
-    pages = _Pages(k_pages, v_pages, k_scales, v_scales, value_dim or q.shape[2], part)
+    cache = _Pages(pages, variant.value_dim or q.shape[2], part)
     q_len = jnp.diff(q_start)
     lse = jnp.full(q.shape[:2], -jnp.inf, jnp.float32) if return_lse else None
-    out = (jnp.zeros((*q.shape[:2], pages.value_dim), q.dtype), lse)
+    out = (jnp.zeros((*q.shape[:2], cache.value_dim), q.dtype), lse)
 
     # Single queries, longest row first; the others sort to the end and are not counted.
     is_single = q_len == 1
     order = jnp.argsort(jnp.where(is_single, -kv_len, 1)).astype(jnp.int32)
-    out = _run_tiles(
-        out, q, pages, rows, variant,
-        tile_row=order, tile_first=q_start[order], num_tiles=is_single.sum(),
-        tiles_at_once=min(DECODE_TILES, R), tile_len=1, block_len=DECODE_BLOCK,
-    )  # fmt: skip
+    singles = _Tiles(order, q_start[order], is_single.sum(), min(DECODE_TILES, R), 1, DECODE_BLOCK)
+    out = _run_tiles(out, q, rows, cache, variant, singles)
     if T == 1:
         return out  # the only size that no chunk fits in
 
@@ -102,41 +82,33 @@ def paged_attention(
         jnp.searchsorted(ends, tile, side="right", method="compare_all"), R - 1
     ).astype(jnp.int32)
     within = tile - (ends - num_tiles)[tile_row]
-    return _run_tiles(
-        out, q, pages, rows, variant,
-        tile_row=tile_row, tile_first=q_start[tile_row] + within * tile_len, num_tiles=ends[-1],
-        tiles_at_once=1, tile_len=tile_len, block_len=CHUNK_BLOCK,
-    )  # fmt: skip
+    first = q_start[tile_row] + within * tile_len
+    chunks = _Tiles(tile_row, first, ends[-1], 1, tile_len, CHUNK_BLOCK)
+    return _run_tiles(out, q, rows, cache, variant, chunks)
 
 
 def _run_tiles(
     out,  # [T, N, value_dim], and [T, N] or None
     q,  # [T, N, H]
-    pages,
-    rows,
-    variant,
-    *,
-    tile_row,  # [M]
-    tile_first,  # [M]
-    num_tiles,  # []
-    tiles_at_once,
-    tile_len,
-    block_len,
+    rows: RaggedRows,
+    pages: _Pages,
+    variant: AttentionVariant,
+    tiles: _Tiles,
 ):
-    """Fill `out` for the first `num_tiles` of M tiles, `tiles_at_once` in each turn of a loop."""
-    T, C = q.shape[0], tiles_at_once
-    pages_a_block = max(1, block_len // pages.k.shape[2])
-    pad_tiles = -tile_row.shape[0] % C
-    tile_row, tile_first = (jnp.pad(x, (0, pad_tiles)) for x in (tile_row, tile_first))
+    """Fill `out` for the tiles, `tiles.at_once` in each iteration of a loop."""
+    T, C = q.shape[0], tiles.at_once
+    pages_a_block = max(1, tiles.block_len // pages.stored.k.shape[2])
+    pad_tiles = -tiles.row.shape[0] % C
+    tile_row, tile_first = (jnp.pad(x, (0, pad_tiles)) for x in (tiles.row, tiles.first))
     pad_pages = -rows.page_table.shape[1] % pages_a_block
     rows = rows._replace(page_table=jnp.pad(rows.page_table, ((0, 0), (0, pad_pages))))
 
-    def turn(i, out):
+    def run_together(i, out):
         row = jax.lax.dynamic_slice(tile_row, (i * C,), (C,))
         first = jax.lax.dynamic_slice(tile_first, (i * C,), (C,))
-        token = first[:, None] + jnp.arange(tile_len)  # [C, M]
+        token = first[:, None] + jnp.arange(tiles.length)  # [C, M]
         end = rows.q_start[row + 1]
-        is_query = (token < end[:, None]) & (i * C + jnp.arange(C) < num_tiles)[:, None]
+        is_query = (token < end[:, None]) & (i * C + jnp.arange(C) < tiles.count)[:, None]
         position = jnp.where(is_query, rows.kv_len[row][:, None] - end[:, None] + token, -1)
         token = jnp.where(is_query, token, T)  # past the end: read clipped, write dropped
         reach = position
@@ -149,22 +121,23 @@ def _run_tiles(
         put = lambda out, x: out.at[token].set(x.astype(out.dtype), mode="drop")
         return tuple(None if o is None else put(o, x) for o, x in zip(out, tile_out, strict=True))
 
-    return jax.lax.fori_loop(0, -(-num_tiles // C), turn, out)
+    return jax.lax.fori_loop(0, -(-tiles.count // C), run_together, out)
 
 
 def _attend(
     q,  # [C, M, N, H]
     position,  # [C, M], -1 for no query
     reach,  # [C, M], the last position that the query sees
-    pages,
+    pages: _Pages,
     page_table,  # [C, W]
-    pages_a_block,
-    variant,
+    pages_a_block: int,
+    variant: AttentionVariant,
 ):
     """C tiles of M queries over their pages: one online softmax (arXiv:2205.14135).
     [C, M, N, value_dim], and the logarithm of its sums, [C, M, N]."""
     C, M, N, H = q.shape
-    _, K, B, _ = pages.k.shape
+    stored = pages.stored
+    _, K, B, _ = stored.k.shape
     G, S = N // K, pages_a_block * B
 
     # [C, K, G*M, H]: the queries that share a KV head are the rows of one product.
@@ -174,14 +147,14 @@ def _attend(
     per_head = lambda x: jnp.repeat(x.astype(jnp.float32).reshape(K, G), M, axis=1)[None]
     q_position, last_seen = per_query(position), per_query(reach)  # [C, 1, G*M]
 
-    def read(stored, scales, block):  # [C, K, S, H] float32
+    def read(numbers, scales, block):  # [C, K, S, H] float32
         ids = jax.lax.dynamic_slice(page_table, (0, block * pages_a_block), (C, pages_a_block))
-        return _read_block(stored, scales, ids)
+        return _read_block(numbers, scales, ids)
 
     def block_step(block, carry):
         top, total, acc = carry  # [C, K, G*M], the same, [C, K, G*M, value_dim]
         s = pages.part.positions(block * S + jnp.arange(S), B)
-        k = read(pages.k, pages.k_scales, block)
+        k = read(stored.k, stored.k_scales, block)
         z = jnp.einsum("ckqh,cksh->ckqs", q, k)
         if variant.soft_cap is not None:
             z = variant.soft_cap * jnp.tanh(z / variant.soft_cap)
@@ -195,10 +168,10 @@ def _attend(
         new_top = jnp.maximum(top, z.max(axis=-1))
         weight = jnp.where(is_seen, jnp.exp(z - new_top[..., None]), 0)
         fade = jnp.exp(top - new_top)
-        # A weight of 0 times a NaN in a cell nobody wrote would be NaN.
+        # A weight of 0 times a NaN in a slot that was never written would be NaN.
         is_written = (s <= reach.max(axis=1)[:, None])[:, None, :, None]
-        of_keys = k[..., : pages.value_dim]
-        v = of_keys if pages.v is None else read(pages.v, pages.v_scales, block)
+        latent = k[..., : pages.value_dim]
+        v = latent if stored.v is None else read(stored.v, stored.v_scales, block)
         v = jnp.where(is_written, v, 0)
         acc = acc * fade[..., None] + jnp.einsum("ckqs,cksh->ckqh", weight, v)
         return new_top, total * fade + weight.sum(axis=-1), acc

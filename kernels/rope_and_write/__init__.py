@@ -1,4 +1,4 @@
-"""Turns queries and keys to their positions, stores keys and values in pages; see `api.py`."""
+"""Rotates queries and keys to their positions, stores keys and values in pages; see `api.py`."""
 
 from jaxinfer.kernels.rope_and_write.api import BACKENDS, rope_and_write
 

@@ -6,11 +6,13 @@ Formula and contract: `api.py`. Folded pages are a TPU's; here they are declined
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.kernels.kv_pages import QUANTIZED, KVPages
+from jaxinfer.kernels.kv_pages import QUANTIZED, KVPages, NewTokens
+from jaxinfer.kernels.rotary import Rotary
 from jaxinfer.kernels.triton_launch import (
     Launcher,
     TritonLaunch,
@@ -42,9 +44,9 @@ class Plan:
     num_kv_heads: int
     head_dim: int
     page_size: int
-    half: int  # pairs that turn
+    half: int  # pairs that are rotated
     half_padded: int  # to a power of two, as the next two
-    rest_padded: int  # numbers of a head that do not turn
+    rest_padded: int  # numbers of a head that are not rotated
     head_padded: int
     q_heads: int  # that a program takes
     kv_heads: int
@@ -61,37 +63,38 @@ def heuristic(q, k) -> Tiling:
     return Tiling(min(heads, most), 2)
 
 
-def candidates(q, k, *_arguments, **_options) -> list[Tiling]:
-    """Tilings worth measuring for a front door's abstract arguments."""
-    most = _padded(max(q.shape[1], k.shape[1]))
+def candidates(q, new: NewTokens, *_: Any, **__: Any) -> list[Tiling]:
+    """Return the tilings worth measuring for the arguments of `rope_and_write`."""
+    most = _padded(max(q.shape[1], new.k.shape[1]))
     sizes = [heads for heads in (1, 2, 4, 8, 16, 32) if heads <= most]
     return [Tiling(heads, num_warps) for heads in sizes for num_warps in (1, 2, 4)]
 
 
-def tiling_key(q, k, _v, _cos, _sin, pages, *_arguments, **_options) -> str:
-    """What the choice depends on: tokens, heads, types."""
+def tiling_key(q, new: NewTokens, _rotary, pages: KVPages, **_: Any) -> str:
+    """Return the key of a measured tiling: tokens, heads, types."""
     T, N, H = q.shape
-    return f"T={T} N={N} K={k.shape[1]} H={H} {q.dtype} {pages.k.dtype}"
+    return f"T={T} N={N} K={new.k.shape[1]} H={H} {q.dtype} {pages.k.dtype}"
 
 
 def rope_and_write(
     q,  # [T, N, H]
-    k,  # [T, K, H]
-    v,  # [T, K, H]
-    cos,  # [T, half] or None
-    sin,  # [T, half] or None
-    pages,  # k, v: [P, K, B, H]
-    page,  # [T]
-    cell,  # [T]
+    new: NewTokens,
+    rotary: Rotary | None,
+    pages: KVPages,  # k, v: [P, K, B, H]
     *,
     tiling: Tiling | None = None,
     launch: Launcher = jax_triton,
 ):
-    """Declines (`NotImplementedError`) folded pages, pages without values, and float8 on a GPU that
-    has none."""
+    """Return (rotated queries, pages).
+
+    Declines (`NotImplementedError`) folded pages, pages without values, and float8 on a GPU that
+    has none.
+    """
     if pages.v is None:
         raise NotImplementedError("the pages have no values; it writes both")
     require_triton()
+    k, v, page, offset = new
+    cos, sin = rotary or (None, None)
     if pages.k.shape[3] != k.shape[2]:
         raise NotImplementedError("pages are folded, which suits a TPU; allocate plain ones")
     if pages.k.dtype == jnp.float8_e4m3fn:
@@ -99,17 +102,18 @@ def rope_and_write(
     from jaxinfer.kernels.rope_and_write import gpu_kernel
 
     T = k.shape[0]
-    key = tiling_key(q, k, v, cos, sin, pages)
+    key = tiling_key(q, new, rotary, pages)
     tiling = tiling or tuned(heuristic(q, k), "rope_and_write/gpu", key)
     plan = _plan(tiling, q, k, cos, pages)
-    absent = jax.ShapeDtypeStruct((1,), jnp.float32)  # an output that nobody writes
+    absent = jax.ShapeDtypeStruct((1,), jnp.float32)  # an output that is not written
     same = lambda x: absent if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype)
-    # Side by side, as one product for all three leaves them: XLA then takes them as they lie; of
-    # three operands it would cut out each (a layer compiled for an H100: 11 launches, with this 8).
+    # Side by side, as one product for all three leaves them: XLA then passes its result on as it
+    # is, where it would slice three operands out (a layer compiled for an H100: 11 launches, with
+    # this 8).
     parts = [k, v] if cos is None else [q, k, v]
     heads = jnp.concatenate([x.reshape(T, -1) for x in parts], axis=1)
-    inputs = (heads, cos, sin, page, cell, pages.k.shape[0], *pages)
-    turned, *stored = launch(
+    inputs = (heads, cos, sin, page, offset, pages.k.shape[0], *pages)
+    rotated, *stored = launch(
         TritonLaunch(
             gpu_kernel.rope_and_write,
             (T, plan.q_blocks + 2 * plan.kv_blocks),
@@ -121,7 +125,7 @@ def rope_and_write(
         )
     )
     scales = stored[2:] if pages.k_scales is not None else ()
-    return q if cos is None else turned, KVPages(*stored[:2], *scales)
+    return q if cos is None else rotated, KVPages(*stored[:2], *scales)
 
 
 def _plan(tiling: Tiling, q, k, cos, pages) -> Plan:

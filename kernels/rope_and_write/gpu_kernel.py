@@ -19,13 +19,13 @@ def rope_and_write(
     cos,  # [T, half]
     sin,  # [T, half]
     page,  # [T]
-    cell,  # [T]
+    offset,  # [T]
     num_pages,
     old_k_pages,  # the memory of `k_pages`, and so on
     old_v_pages,
     old_k_scales,
     old_v_scales,
-    turned,  # [T, N, H]
+    rotated,  # [T, N, H]
     k_pages,  # [P, K, B, H]
     v_pages,  # [P, K, B, H]
     k_scales,  # [P, K, B]
@@ -38,17 +38,17 @@ def rope_and_write(
     sin += token * plan.half
     heads += token.to(tl.int64) * (plan.num_heads + 2 * plan.num_kv_heads) * plan.head_dim
     if part < plan.q_blocks:
-        turn_queries(token, part, heads, cos, sin, turned, plan)
+        rotate_queries(token, part, heads, cos, sin, rotated, plan)
     else:
         index = part - plan.q_blocks
-        of_pool = tl.load(page + token)
-        place = tl.load(cell + token)
-        if of_pool < num_pages:
+        page_id = tl.load(page + token)
+        page_offset = tl.load(offset + token)
+        if page_id < num_pages:
             head = (index % plan.kv_blocks) * plan.kv_heads + tl.arange(0, plan.kv_heads)[:, None]
             is_head = head < plan.num_kv_heads
             k = heads + (plan.num_heads + head) * plan.head_dim
             v = k + plan.num_kv_heads * plan.head_dim
-            at = (of_pool.to(tl.int64) * plan.num_kv_heads + head) * plan.page_size + place
+            at = (page_id.to(tl.int64) * plan.num_kv_heads + head) * plan.page_size + page_offset
             target = at * plan.head_dim
             if index < plan.kv_blocks:
                 move(
@@ -64,19 +64,19 @@ def rope_and_write(
 
 @triton.jit
 @no_type_check
-def turn_queries(
+def rotate_queries(
     token,
     part,
     heads,  # the token's
     cos,  # the token's, [half]
     sin,
-    turned,  # [T, N, H]
+    rotated,  # [T, N, H]
     plan: tl.constexpr,
 ):
     head = part * plan.q_heads + tl.arange(0, plan.q_heads)[:, None]
     at = (token.to(tl.int64) * plan.num_heads + head) * plan.head_dim
     source = heads + head * plan.head_dim
-    move(source, turned + at, head < plan.num_heads, cos, sin, turned, plan.half, plan, 0.0)
+    move(source, rotated + at, head < plan.num_heads, cos, sin, rotated, plan.half, plan, 0.0)
 
 
 @triton.jit
@@ -88,11 +88,11 @@ def move(
     cos,  # the token's, [half]
     sin,
     scales,  # [heads, 1] pointers, where `largest` is not 0
-    half: tl.constexpr,  # 0: nothing is turned
+    half: tl.constexpr,  # 0: nothing is rotated
     plan: tl.constexpr,
     largest: tl.constexpr,
 ):
-    """Heads from one place to another: turned, and quantized where `largest` says so.
+    """Heads from one place to another: rotated, and quantized where `largest` says so.
 
     A head is two halves of what turns and the rest, each padded to a power of two.
     """

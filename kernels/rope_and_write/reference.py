@@ -1,7 +1,7 @@
 """Rotary embedding and cache write, the obvious way. Formula: `api.py`.
 
-Turns in float64 where JAX has it switched on, float32 otherwise. Folded pages are unfolded, written
-and folded again: the whole pool is copied.
+Rotates in float64 where JAX has it switched on, in float32 otherwise. Folded pages are unfolded,
+written and folded again: the whole pool is copied.
 """
 
 from __future__ import annotations
@@ -10,29 +10,28 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.kernels.folding import fold_of, unfold
-from jaxinfer.kernels.kv_pages import KVPages, quantize_heads, scale_cell
+from jaxinfer.kernels.kv_pages import KVPages, NewTokens, quantize_heads, scale_offset
+from jaxinfer.kernels.rotary import Rotary
 
 
 def rope_and_write(
     q,  # [T, N, H]
-    k,  # [T, K, H]
-    v,  # [T, K, H] or None
-    cos,  # [T, half] or None
-    sin,  # [T, half] or None
-    pages,  # k, v: [P, K, B, H] or folded
-    page,  # [T]
-    cell,  # [T]
+    new: NewTokens,
+    rotary: Rotary | None,
+    pages: KVPages,  # k, v: [P, K, B, H] or folded
 ):
-    if cos is not None:
-        q, k = _turned(q, cos, sin), _turned(k, cos, sin)
-    of_keys = _stored(pages.k, pages.k_scales, k, page, cell)
+    """Return (rotated queries, pages)."""
+    k = new.k
+    if rotary is not None:
+        q, k = _rotated(q, *rotary), _rotated(k, *rotary)
+    keys, k_scales = _stored(pages.k, pages.k_scales, k, new)
     if pages.v is None:
-        return q, KVPages(of_keys[0], None, of_keys[1])
-    of_values = _stored(pages.v, pages.v_scales, v, page, cell)
-    return q, KVPages(of_keys[0], of_values[0], of_keys[1], of_values[1])
+        return q, KVPages(keys, None, k_scales)
+    values, v_scales = _stored(pages.v, pages.v_scales, new.v, new)
+    return q, KVPages(keys, values, k_scales, v_scales)
 
 
-def _turned(x, cos, sin):
+def _rotated(x, cos, sin):
     float_type = jnp.float64 if jax.config.jax_enable_x64 else jnp.float32  # type: ignore[attr-defined]
     half = cos.shape[1]
     cos, sin = cos[:, None].astype(float_type), sin[:, None].astype(float_type)
@@ -41,15 +40,16 @@ def _turned(x, cos, sin):
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], -1).astype(x.dtype)
 
 
-def _stored(pages, scales, new, page, cell):
+def _stored(pages, scales, numbers, new: NewTokens):
     P, K, rows, lanes = pages.shape
-    H = new.shape[2]
+    H = numbers.shape[2]
     fold = fold_of(lanes, H)
     if scales is None:
-        new = new.astype(pages.dtype)
+        numbers = numbers.astype(pages.dtype)
     else:
-        new, scale = quantize_heads(new, pages.dtype)
-        scales = scales.at[page, :, scale_cell(cell, rows, fold)].set(scale, mode="drop")
-    plain = unfold(pages, H).at[page, :, cell].set(new, mode="drop")
+        numbers, scale = quantize_heads(numbers, pages.dtype)
+        at = scale_offset(new.offset, rows, fold)
+        scales = scales.at[new.page, :, at].set(scale, mode="drop")
+    plain = unfold(pages, H).at[new.page, :, new.offset].set(numbers, mode="drop")
     folded = plain.reshape(P, K, rows, fold * H)
     return jnp.pad(folded, [(0, 0)] * 3 + [(0, lanes - fold * H)]), scales

@@ -1,21 +1,21 @@
-"""Rotary embedding and cache write in plain JAX: the turn, then a scatter. Formula: `api.py`."""
+"""Rotary embedding and cache write in plain JAX: the rotation, then a scatter.
+
+Formula and contract: `api.py`.
+"""
 
 from __future__ import annotations
 
-from jaxinfer.kernels.kv_pages import write
-from jaxinfer.kernels.rotary import rotate
+from jaxinfer.kernels.kv_pages import KVPages, NewTokens, write
+from jaxinfer.kernels.rotary import Rotary, rotate
 
 
 def rope_and_write(
     q,  # [T, N, H]
-    k,  # [T, K, H]
-    v,  # [T, K, H] or None
-    cos,  # [T, half] or None
-    sin,  # [T, half] or None
-    pages,  # k, v: [P, K, B, H] or folded
-    page,  # [T]
-    cell,  # [T]
+    new: NewTokens,
+    rotary: Rotary | None,
+    pages: KVPages,  # k, v: [P, K, B, H] or folded
 ):
-    if cos is not None:
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-    return q, write(pages, k, v, page, cell)
+    """Return (rotated queries, pages)."""
+    if rotary is not None:
+        q, new = rotate(q, *rotary), new._replace(k=rotate(new.k, *rotary))
+    return q, write(pages, new)

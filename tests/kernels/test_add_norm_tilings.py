@@ -12,12 +12,13 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxinfer.kernels.add_norm import add_rms_norm, gpu, tpu
+from jaxinfer.kernels.add_norm.options import NormOptions
 from jaxinfer.kernels.triton_launch import Recorder, interpret
 from tests.support.triton_bench import needs_triton
 
 pytestmark = pytest.mark.conformance
 
-OPTIONS: dict[str, Any] = {"eps": 1e-5, "offset": 0.0, "is_centred": False, "quantize": None}
+OPTIONS = NormOptions(1e-5, 0.0, is_centred=False, quantize=None)
 
 
 def arrays(T: int, D: int) -> tuple[Any, ...]:
@@ -36,7 +37,7 @@ def assert_same(out, x, residual, weight) -> None:
 def test_every_block_of_the_tpu_gives_the_same(rows):
     x, residual, weight, bias = arrays(100, 136)
     backend = partial(tpu.add_norm, tiling=tpu.Tiling(rows), interpret=pltpu.InterpretParams())
-    out = jax.jit(partial(backend, **OPTIONS))(x, residual, weight, bias)
+    out = jax.jit(partial(backend, options=OPTIONS))(x, residual, weight, bias)
     assert_same(out, x, residual, weight)
 
 
@@ -44,7 +45,7 @@ def test_every_block_of_the_tpu_gives_the_same(rows):
 @pytest.mark.parametrize("tiling", [gpu.Tiling(1, 1), gpu.Tiling(8, 4)], ids=str)
 def test_every_block_of_the_gpu_gives_the_same(tiling):
     x, residual, weight, bias = arrays(13, 136)
-    out = gpu.add_norm(x, residual, weight, bias, tiling=tiling, launch=interpret, **OPTIONS)
+    out = gpu.add_norm(x, residual, weight, bias, OPTIONS, tiling=tiling, launch=interpret)
     assert_same(out, x, residual, weight)
 
 
@@ -69,22 +70,22 @@ def test_what_does_not_fit_a_chip_is_declined_with_the_reason():
     wide = jax.ShapeDtypeStruct((64, 20000), jnp.bfloat16)
     of_model = jax.ShapeDtypeStruct((20000,), jnp.bfloat16)
     with pytest.raises(NotImplementedError, match=r"a block of 32 tokens takes 14\.6 MiB"):
-        tpu.add_norm(wide, wide, of_model, None, **OPTIONS)
+        tpu.add_norm(wide, wide, of_model, None, OPTIONS)
     half = jax.ShapeDtypeStruct((64, 128), jnp.float16)
     with pytest.raises(NotImplementedError, match="Mosaic loads no float16"):
-        tpu.add_norm(half, half, half, None, **OPTIONS)
+        tpu.add_norm(half, half, half, None, OPTIONS)
 
 
 @needs_triton
 def test_a_gpu_declines_tokens_beyond_its_registers_and_float8_it_has_not():
     wide = jax.ShapeDtypeStruct((64, 20000), jnp.bfloat16)
     with pytest.raises(NotImplementedError, match="a token has 20000 numbers; registers hold"):
-        gpu.add_norm(wide, wide, wide, None, launch=Recorder(), **OPTIONS)
+        gpu.add_norm(wide, wide, wide, None, OPTIONS, launch=Recorder())
     a100 = jax.sharding.AbstractDevice(
         device_kind="NVIDIA A100-SXM4-40GB", num_cores=108, platform="gpu"
     )
     mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=a100)
     x, residual, weight, bias = arrays(4, 64)
-    options: dict[str, Any] = {**OPTIONS, "quantize": "float8_e4m3fn"}
+    options = OPTIONS._replace(quantize="float8_e4m3fn")
     with jax.sharding.use_abstract_mesh(mesh), pytest.raises(NotImplementedError, match="sm_80"):
-        gpu.add_norm(x, residual, weight, bias, launch=Recorder(), **options)
+        gpu.add_norm(x, residual, weight, bias, options, launch=Recorder())

@@ -15,14 +15,22 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jaxinfer.kernels import dispatch
 from jaxinfer.kernels.dispatch import NoBackendError
-from jaxinfer.kernels.flash_attention import block_mask, flash_attention, gpu, tpu
+from jaxinfer.kernels.flash_attention import (
+    AttentionMask,
+    AttentionVariant,
+    block_mask,
+    flash_attention,
+    gpu,
+    tpu,
+)
 from jaxinfer.kernels.flash_attention.rule import tiling_key
 from jaxinfer.kernels.triton_launch import interpret
-from tests.support.flash_cases import SMALL, Shape, check, make_case, name_of, program_of
+from tests.support.flash_cases import SMALL, Shape, check, make_case, name_of, program
 from tests.support.triton_bench import needs_triton
 
 pytestmark = pytest.mark.conformance
 
+PLAIN = AttentionVariant(1.0)
 SHAPE = Shape(1, 40, 300, 4, 2, 16)
 SINKS = np.array([0.5, -1.0, 3.0, -8.0], np.float32)
 VARIANT: dict[str, Any] = {"causal": True, "window": 150, "soft_cap": 2.5, "sinks": SINKS}
@@ -33,11 +41,11 @@ def backend_of(monkeypatch):
     """Puts another function in the place of a backend of the tests."""
 
     def choose(name: str, function: Any) -> None:
-        program_of(True).clear_cache()
+        program.clear_cache()
         monkeypatch.setitem(SMALL, name, function)
 
     yield choose
-    program_of(True).clear_cache()
+    program.clear_cache()
 
 
 def test_no_fetch_races_with_the_arithmetic(backend_of):
@@ -106,7 +114,7 @@ REFUSED = [
 def test_what_triton_cannot_say_is_named_and_left_to_xla(mod, message):
     arrays = [jnp.ones((1, 4, 1, 16))] * 3
     trace = lambda backend: jax.eval_shape(
-        partial(flash_attention, scale=1.0, score_mod=mod, backend=backend), *arrays
+        partial(flash_attention, variant=PLAIN, score_mod=mod, backend=backend), *arrays
     )
     with pytest.raises(NoBackendError, match=message):
         trace("gpu")
@@ -119,24 +127,26 @@ def test_what_triton_cannot_say_is_named_and_left_to_xla(mod, message):
 @needs_triton
 def test_a_head_of_another_size_is_left_to_xla():
     with pytest.raises(NoBackendError, match="head dim 48"):
-        flash_attention(*[jnp.ones((1, 4, 1, 48))] * 3, scale=1.0, backend="gpu")
+        flash_attention(*[jnp.ones((1, 4, 1, 48))] * 3, PLAIN, backend="gpu")
 
 
 @pytest.mark.parametrize("module", [tpu, gpu])
 def test_tilings_to_try_are_ones_that_fit(module):
     q, k = (jax.ShapeDtypeStruct((1, 2048, n, 128), jnp.bfloat16) for n in (32, 8))
-    found = module.candidates(q, k, k, scale=1.0, causal=True)
+    found = module.candidates(q, k, k, PLAIN, AttentionMask(causal=True))
     assert found[0] == module.heuristic(q, k) and len(set(found)) == len(found) > 3
 
     def every(row, head, q, k):
         return q == q
 
-    mask = block_mask(every, 2048, 2048, q_block=128, k_block=256)
-    for tiling in module.candidates(q, k, k, scale=1.0, mask_mod=every, block_mask=mask):
+    blocks = block_mask(every, 2048, 2048, q_block=128, k_block=256)
+    mask = AttentionMask(mask_mod=every, block_mask=blocks)
+    for tiling in module.candidates(q, k, k, PLAIN, mask):
         assert 128 % tiling.q_tile == 0 and 256 % tiling.k_tile == 0
     small = jax.ShapeDtypeStruct((1, 5, 2, 64), jnp.float32)
     assert module.heuristic(small, small).q_tile == 16
-    key = tiling_key(q, k, k, scale=1.0, causal=True, window=9, mask_mod=every, block_mask=mask)
+    mask = AttentionMask(causal=True, mask_mod=every, block_mask=blocks)
+    key = tiling_key(q, k, k, AttentionVariant(1.0, window=9), mask)
     assert key == "T=2048 S=2048 N=32 K=8 H=128 bfloat16 mask_mod causal window=9 blocks=128x256"
 
 

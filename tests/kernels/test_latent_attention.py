@@ -16,20 +16,32 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxinfer.execution import kv_cache
 from jaxinfer.kernels.dispatch import NoBackendError
 from jaxinfer.kernels.folding import fold_of, rows_and_lanes
-from jaxinfer.kernels.kv_pages import KVPages, write
-from jaxinfer.kernels.paged_attention import paged_attention
+from jaxinfer.kernels.kv_pages import KVPages, NewTokens, write
+from jaxinfer.kernels.paged_attention import AttentionVariant, RaggedRows, paged_attention
 from jaxinfer.kernels.paged_attention.update import update_and_attend
 from jaxinfer.kernels.rope_and_write import rope_and_write, tpu
 from jaxinfer.nn.latent_attention import LatentConfig
+<<<<<<< HEAD
 from jaxinfer.nn.ragged import CacheShape
 from tests.support.attention_cases import TOLERANCE, Case, Shape, assert_close, make_case, oracle
+=======
+from tests.support.attention_cases import (
+    TOLERANCE,
+    Case,
+    Shape,
+    assert_close,
+    make_case,
+    oracle,
+    variant_of,
+)
+>>>>>>> eaaf496 (Group attention's arguments; no silent fall-back between backends)
 
 pytestmark = pytest.mark.conformance
 
 every_backend = pytest.mark.parametrize("backend", ["reference", "xla"])
-STATIC = ("scale", "window", "soft_cap", "value_dim", "return_lse", "batch_invariant", "backend")
+STATIC = ("return_lse", "batch_invariant", "backend")
 _attend: Any = jax.jit(paged_attention, static_argnames=STATIC)
-_step: Any = jax.jit(update_and_attend, static_argnames=("scale", "value_dim", "backend"))
+_step: Any = jax.jit(update_and_attend, static_argnames="backend")
 
 SMALL = Shape(num_kv_heads=1, head_dim=20)  # of 4 query heads; the first 12 are the value
 VALUE_DIM = 12
@@ -37,16 +49,17 @@ MIXED = [(1, 33), (1, 1), (7, 40), (0, 0), (1, 16), (20, 20), (1, 100), (3, 17)]
 
 
 def keys_alone(case: Case) -> tuple[Any, ...]:
-    """The front door's arguments, without the pages of values."""
-    q, pages, *rows = case.arrays()
-    return q, KVPages(pages.k, None, pages.k_scales), *rows
+    """The rows and pages of a case, without the pages of values."""
+    q, rows, pages = case.arrays()
+    return q, rows, KVPages(pages.k, None, pages.k_scales)
 
 
 def check(case: Case, backend: str, value_dim: int = VALUE_DIM, **variant: Any) -> None:
     """The backend agrees with the formula, whose values are the first numbers of the keys."""
     variant = {"scale": case.q.shape[2] ** -0.5, **variant}
-    options = {"value_dim": value_dim, "return_lse": True, "backend": backend}
-    out, lse = map(np.asarray, _attend(*keys_alone(case), **options, **variant))
+    options = {"return_lse": True, "backend": backend, "value_dim": value_dim, **variant}
+    of_score = variant_of(options)
+    out, lse = map(np.asarray, _attend(*keys_alone(case), of_score, **options))
     assert out.dtype == case.q.dtype and out.shape == (*case.q.shape[:2], value_dim)
     assert (out[case.num_real :] == 0).all() and (lse[case.num_real :] == -np.inf).all()
     variant.pop("batch_invariant", None)
@@ -90,27 +103,32 @@ def test_latents_in_folded_pages(backend):
     wide = dataclasses.replace(SMALL, head_dim=96)
     case = make_case(MIXED, wide)
     padded = np.pad(case.k_pages, [(0, 0)] * 3 + [(0, lanes - 96)])
-    q, pages, *rest = keys_alone(case)
-    options = {"scale": 0.1, "value_dim": 80, "backend": backend}
-    plain = _attend(q, pages, *rest, **options)
-    folded = _attend(q, pages._replace(k=jnp.asarray(padded)), *rest, **options)
+    q, ragged, pages = keys_alone(case)
+    variant = AttentionVariant(0.1, value_dim=80)
+    plain = _attend(q, ragged, pages, variant, backend=backend)
+    wide_pages = pages._replace(k=jnp.asarray(padded))
+    folded = _attend(q, ragged, wide_pages, variant, backend=backend)
     assert np.array_equal(plain[: case.num_real], folded[: case.num_real])
 
 
 @every_backend
 def test_batch_invariant_results_do_not_depend_on_company(backend):
-    options = {"scale": 0.25, "value_dim": VALUE_DIM, "batch_invariant": True, "backend": backend}
+    variant = AttentionVariant(0.25, value_dim=VALUE_DIM)
+    options = {"batch_invariant": True, "backend": backend}
     case = make_case(MIXED, SMALL)
-    out = np.asarray(_attend(*keys_alone(case), **options))
+    out = np.asarray(_attend(*keys_alone(case), variant, **options))
     check(case, backend, batch_invariant=True)
-    q, pages, q_start, kv_len, table = keys_alone(case)
+    q, (q_start, kv_len, table, _), pages = keys_alone(case)
     first, end = int(q_start[5]), int(q_start[6])  # the row that is computed as a whole
     alone = _attend(
         jnp.full_like(q, jnp.nan).at[: end - first].set(q[first:end]),
+        RaggedRows(
+            jnp.minimum(jnp.arange(9) * (end - first), end - first),
+            jnp.zeros_like(kv_len).at[0].set(kv_len[5]),
+            jnp.roll(table, -5, axis=0),
+        ),
         pages,
-        jnp.minimum(jnp.arange(9) * (end - first), end - first),
-        jnp.zeros_like(kv_len).at[0].set(kv_len[5]),
-        jnp.roll(table, -5, axis=0),
+        variant,
         **options,
     )
     assert np.array_equal(out[first:end], alone[: end - first])
@@ -119,9 +137,8 @@ def test_batch_invariant_results_do_not_depend_on_company(backend):
 @pytest.mark.parametrize("backend", ["tpu", "gpu", "hopper"])
 def test_kernels_that_read_pages_of_values_say_so(backend):
     with pytest.raises(NoBackendError, match="values are a part of the keys"):
-        paged_attention(
-            *keys_alone(make_case(MIXED, SMALL)), scale=1.0, value_dim=VALUE_DIM, backend=backend
-        )
+        variant = AttentionVariant(1.0, value_dim=VALUE_DIM)
+        paged_attention(*keys_alone(make_case(MIXED, SMALL)), variant, backend=backend)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +154,7 @@ def test_values_must_be_somewhere(has_values, value_dim, message):
     case = make_case(MIXED, SMALL)
     arguments = case.arrays() if has_values else keys_alone(case)
     with pytest.raises(ValueError, match=message):
-        paged_attention(*arguments, scale=1.0, value_dim=value_dim)
+        paged_attention(*arguments, AttentionVariant(1.0, value_dim=value_dim))
 
 
 @pytest.mark.parametrize("cache_dtype", ["float32", "int8"])
@@ -145,18 +162,19 @@ def test_values_must_be_somewhere(has_values, value_dim, message):
 def test_a_step_stores_the_keys_and_attends_over_them(backend, cache_dtype):
     """The same as with values in pages of their own, and these are not there afterwards."""
     shape = dataclasses.replace(SMALL, cache_dtype=cache_dtype)
-    q, pages, q_start, kv_len, table = make_case([(3, 9), (1, 30)], shape).arrays()
+    q, rows, pages = make_case([(3, 9), (1, 30)], shape).arrays()
+    table = rows.page_table
     rng = np.random.default_rng(0)
     k = jnp.asarray(rng.normal(size=(48, 1, 20)), jnp.float32)
     page = jnp.full(48, 64).at[:4].set(jnp.asarray([*[table[0, 0]] * 3, table[1, 1]]))
-    cell = jnp.zeros(48, jnp.int32).at[:4].set(jnp.asarray([6, 7, 8, 13]))
+    offset = jnp.zeros(48, jnp.int32).at[:4].set(jnp.asarray([6, 7, 8, 13]))
     pages = pages._replace(k=jnp.nan_to_num(pages.k))
     latent = KVPages(pages.k, None, pages.k_scales)
-    rows = (q_start, kv_len, table, page, cell)
-    step = partial(_step, scale=0.3, backend=backend)
-    out, stored = step(q, k, None, latent, *rows, value_dim=VALUE_DIM)
+    step, at = partial(_step, backend=backend), (page, offset)
+    variant = AttentionVariant(0.3, value_dim=VALUE_DIM)
+    out, stored = step(q, NewTokens(k, None, *at), rows, latent, variant)
     both = KVPages(pages.k, pages.k, pages.k_scales, pages.k_scales)
-    expected, stored_both = step(q, k, k, both, *rows)
+    expected, stored_both = step(q, NewTokens(k, k, *at), rows, both, AttentionVariant(0.3))
     assert np.allclose(out, expected[..., :VALUE_DIM], atol=1e-6)
     assert stored.v is None and stored.v_scales is None
     assert np.array_equal(stored.k, stored_both.k, equal_nan=True)
@@ -164,14 +182,14 @@ def test_a_step_stores_the_keys_and_attends_over_them(backend, cache_dtype):
 
 def test_values_without_pages_and_pages_without_values_are_refused():
     x, at = jnp.zeros((4, 1, 20)), jnp.zeros(4, jnp.int32)
-    latent = KVPages(jnp.zeros((3, 1, 16, 20)), None)
+    latent, new = KVPages(jnp.zeros((3, 1, 16, 20)), None), NewTokens(x, None, at, at)
     with pytest.raises(ValueError, match="values for pages without them"):
-        rope_and_write(x, x, x, None, None, latent, at, at)
+        rope_and_write(x, NewTokens(x, x, at, at), None, latent)
     both = latent._replace(v=latent.k)
     with pytest.raises(ValueError, match="no values for pages with them"):
-        rope_and_write(x, x, None, None, None, both, at, at)
+        rope_and_write(x, new, None, both)
     with pytest.raises(NoBackendError, match="the pages have no values"):
-        rope_and_write(x, x, None, None, None, latent, at, at, backend="gpu")
+        rope_and_write(x, new, None, latent, backend="gpu")
 
 
 @pytest.mark.parametrize("cache_dtype", ["float32", "int8"])
@@ -183,10 +201,10 @@ def test_the_tpus_kernel_writes_latents_as_xla_does(cache_dtype):
     pages = KVPages(jnp.asarray(values), None, scales)
     x = jnp.asarray(rng.normal(size=(7, 1, 96)), jnp.float32)
     page = jnp.array([3, 3, 3, 0, 5, 6, 2**31 - 1])  # the pool has 6
-    cell = jnp.array([30, 31, 0, 7, 8, 1, 2])
+    new = NewTokens(x, None, page, jnp.array([30, 31, 0, 7, 8, 1, 2]))
     write_by = partial(tpu.rope_and_write, interpret=pltpu.InterpretParams())
-    _, out = write_by(x, x, None, None, None, pages, page, cell)
-    expected: Any = write(pages, x, None, page, cell)
+    _, out = write_by(x, new, None, pages)
+    expected: Any = write(pages, new)
     assert out.v is None and out.v_scales is None
     assert np.array_equal(out.k, expected.k)
     assert scales is None or (out.k_scales == expected.k_scales).all()
@@ -195,7 +213,7 @@ def test_the_tpus_kernel_writes_latents_as_xla_does(cache_dtype):
 def test_a_write_of_latents_is_in_place_under_donation():
     pool = KVPages(jax.ShapeDtypeStruct((4096, 1, 16, 576), jnp.float32), None)  # type: ignore[arg-type]
     new, ids = jax.ShapeDtypeStruct((16, 1, 576), jnp.float32), jax.ShapeDtypeStruct((16,), "int32")
-    store = lambda pages, k, page, cell: write(pages, k, None, page, cell)
+    store = lambda pages, k, page, offset: write(pages, NewTokens(k, None, page, offset))
     memory: Any = jax.jit(store, donate_argnums=0).lower(pool, new, ids, ids).compile()
     memory = memory.memory_analysis()
     assert memory.alias_size_in_bytes == 4096 * 16 * 576 * 4

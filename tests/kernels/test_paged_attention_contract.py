@@ -12,10 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxinfer.kernels.attention_variant import check_variant
 from jaxinfer.kernels.dispatch import NoBackendError
 from jaxinfer.kernels.kv_pages import KVPages, write_pages
-from jaxinfer.kernels.paged_attention import BACKENDS, api, paged_attention, xla
+from jaxinfer.kernels.paged_attention import (
+    BACKENDS,
+    AttentionVariant,
+    RaggedRows,
+    api,
+    paged_attention,
+    xla,
+)
 from tests.support.attention_cases import Shape, make_case, run
 
 ROWS = [(1, 33), (7, 40), (0, 0), (20, 20)]
@@ -40,12 +46,12 @@ def walks(monkeypatch):
 def test_the_walk_follows_real_lengths(walks):
     """Blocks read by the xla backend: those a row can see, whatever T, R and W allow."""
     shape = Shape(num_rows=20, num_tokens=40, table_width=300, num_pages=350)
-    walk = partial(paged_attention, backend="xla", scale=0.25)
+    walk = partial(paged_attention, backend="xla")
 
     def loops(rows, **variant) -> list[tuple[int, int]]:
         """In order: turns over decodes, a walk for each, turns over chunks, a walk for each."""
         walks.clear()
-        walk(*make_case(rows, shape).arrays(), **variant)
+        walk(*make_case(rows, shape).arrays(), AttentionVariant(0.25, **variant))
         return walks[:]
 
     assert loops([]) == [(0, 0), (0, 0)], "no row, no turn"
@@ -121,7 +127,8 @@ def _arrays(**changes) -> dict[str, Any]:
         arrays[name] = jnp.zeros(change) if isinstance(change, tuple) else change
     names = {"k": "k_pages", "v": "v_pages", "k_scales": "k_scales", "v_scales": "v_scales"}
     pages = {field: arrays.pop(name) for field, name in names.items() if name in arrays}
-    return arrays | {"pages": KVPages(**pages)}
+    rows = {name: arrays.pop(name) for name in ("q_start", "kv_len", "page_table")}
+    return arrays | {"rows": RaggedRows(**rows), "pages": KVPages(**pages)}
 
 
 @pytest.mark.parametrize(
@@ -148,9 +155,9 @@ def _arrays(**changes) -> dict[str, Any]:
     ],
 )
 def test_shapes_that_do_not_fit_are_refused_with_their_numbers(changes, message):
-    api._check_shapes(**_arrays())
+    api.check_call(**_arrays(), variant=AttentionVariant(1.0))
     with pytest.raises(ValueError, match=message):
-        api._check_shapes(**_arrays(**changes))
+        api.check_call(**_arrays(**changes), variant=AttentionVariant(1.0))
 
 
 @pytest.mark.parametrize(
@@ -171,9 +178,9 @@ def test_variants_out_of_range_are_refused_with_their_value(variant, message):
 
 @pytest.mark.parametrize("name", ["sinks", "alibi_slopes"])
 def test_numbers_of_heads_must_be_one_a_query_head(name):
-    options = {"window": None, "soft_cap": None, "sinks": None, "alibi_slopes": None}
+    variant = AttentionVariant(1.0, **{name: jnp.zeros(2)})
     with pytest.raises(ValueError, match=rf"{name} has shape \(2,\); it must be \(4,\)"):
-        check_variant(4, **(options | {name: jnp.zeros(2)}))
+        variant.check(4)
 
 
 def test_a_backend_can_be_forced_and_an_unknown_one_is_refused():
@@ -189,4 +196,4 @@ def test_a_backend_that_declines_is_named(monkeypatch):
 
     monkeypatch.setitem(BACKENDS, "xla", declines)
     with pytest.raises(NoBackendError, match="xla: head dim 16 is too odd"):
-        paged_attention(*make_case(ROWS).arrays(), scale=1.0)
+        paged_attention(*make_case(ROWS).arrays(), AttentionVariant(1.0))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,17 +19,24 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from jaxinfer.kernels.kv_pages import KVPages
-from jaxinfer.kernels.paged_attention import gpu, gpu_plan
+from jaxinfer.kernels.paged_attention import AttentionVariant, RaggedRows, gpu, gpu_plan
 from jaxinfer.kernels.paged_attention.gpu_tiling import Tiling
 from jaxinfer.kernels.triton_launch import Recorder, TritonLaunch, interpret
-from tests.support.attention_cases import Case, Shape, assert_close, make_case, oracle
+from tests.support.attention_cases import (
+    VARIANT,
+    Case,
+    Shape,
+    assert_close,
+    make_case,
+    oracle,
+    variant_of,
+)
 from tests.support.triton_bench import needs_triton
 
 pytestmark = [pytest.mark.conformance, needs_triton]
 
 MIXED = [(1, 33), (1, 1), (7, 40), (0, 0), (1, 16), (20, 20), (1, 100), (3, 17)]
 SINKS = np.array([0.5, -1.0, 3.0, -8.0], np.float32)
-PLAIN: dict[str, Any] = dict.fromkeys(("window", "soft_cap", "sinks", "alibi_slopes"))
 SMALL = Shape(num_tokens=24, num_rows=24, num_heads=2, num_kv_heads=1, head_dim=8)
 
 
@@ -58,22 +66,20 @@ def attend(
     case: Case, watched: Watched | None = None, **options: Any
 ) -> tuple[np.ndarray, np.ndarray]:
     """(out, lse) of the backend, compiled in haste: it runs once."""
-    options = {"scale": case.q.shape[2] ** -0.5, **PLAIN, "return_lse": True, **options}
-    watched = watched or Watched()
+    options = {"scale": case.q.shape[2] ** -0.5, "return_lse": True, **options}
+    watched, variant = watched or Watched(), variant_of(options)
 
-    def call(q, pages, *rows):
-        scales = {"k_scales": pages.k_scales, "v_scales": pages.v_scales}
-        arguments = (q, pages.k, pages.v, *rows)
-        return gpu.paged_attention(*arguments, **scales, **options, launch=watched), watched.outputs
+    def call(*arguments):
+        return gpu.paged_attention(*arguments, **options, launch=watched), watched.outputs
 
     program = jax.jit(call, compiler_options={"xla_backend_optimization_level": 0})
-    (out, lse), watched.outputs = jax.tree.map(np.asarray, program(*case.arrays()))
+    (out, lse), watched.outputs = jax.tree.map(np.asarray, program(*case.arrays(), variant))
     return out, lse
 
 
 def check(case: Case, watched: Watched | None = None, **options: Any) -> None:
     out, lse = attend(case, watched, **options)
-    variant = {k: v for k, v in options.items() if k in PLAIN}
+    variant = {k: v for k, v in options.items() if k in VARIANT}
     scale = case.q.shape[2] ** -0.5
     ref, ref_lse = oracle(case, scale=scale, **variant, return_lse=True)
     n = case.num_real
@@ -119,7 +125,8 @@ def plan_for(window: int | None, row_block: int) -> Any:
     abstract = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
     options = {"scale": 1.0, "window": window, "soft_cap": None, "is_split": True}
     flags = {name: False for name in ("has_sinks", "has_slopes", "has_scales", "has_lse")}
-    arrays = (abstract(45, 4, 8), abstract(9, 2, 16, 8), abstract(5), abstract(5, 8))
+    rows: Any = RaggedRows(abstract(6), abstract(5), abstract(5, 8))
+    arrays = (abstract(45, 4, 8), abstract(9, 2, 16, 8), rows)
     return gpu.plan_of(Tiling(row_block, 16, 2, 4, 1), *arrays, **options, **flags)
 
 
@@ -189,8 +196,7 @@ def test_lanes_merged_in_runs():
 
 def test_every_candidate_gives_the_same_answer():
     case = make_case([(1, 33), (9, 40)], Shape(num_tokens=12, num_rows=3))
-    q, pages, *rows = case.arrays()
-    found = gpu.candidates(q, pages, *rows, scale=1.0)
+    found = gpu.candidates(*case.arrays(), AttentionVariant(1.0))
     assert len(set(found)) == len(found) > 20
     # stages and warps are the compiler's; an interpreter sees the same program
     for row_block, block in sorted({(t.row_block, t.block) for t in found}):
@@ -242,13 +248,9 @@ def on_gpu(kind: str, num_cores: int, case: Case, **options: Any) -> TritonLaunc
     device = AbstractDevice(device_kind=kind, num_cores=num_cores, platform="gpu")
     mesh = AbstractMesh((1,), ("device",), abstract_device=device)
     with jax.sharding.use_abstract_mesh(mesh):
-        options = {"scale": 1.0, **PLAIN, **options}
-        q, pages, *rows = case.arrays()
-        scales = {"k_scales": pages.k_scales, "v_scales": pages.v_scales}
-        jax.eval_shape(
-            lambda *arrays: gpu.paged_attention(*arrays, **scales, **options, launch=recorder),
-            *(q, pages.k, pages.v, *rows),
-        )
+        variant = AttentionVariant(1.0)
+        call = partial(gpu.paged_attention, variant=variant, **options, launch=recorder)
+        jax.eval_shape(call, *case.arrays())
     (launch,) = recorder.launches
     return launch
 
@@ -278,9 +280,10 @@ def test_any_shape_has_a_tiling(stored):
     for group, R, H in itertools.product((1, 3, 16, 71), (64, 5), (8, 64, 80, 192, 256)):
         q = jax.ShapeDtypeStruct((64, 2 * group, H), jnp.dtype(dtype))
         pages: Any = jax.ShapeDtypeStruct((9, 2, 16, H), jnp.dtype(stored))
-        kv_len, q_start = (jax.ShapeDtypeStruct((n,), jnp.int32) for n in (R, R + 1))
-        assert gpu.heuristic(q, pages, kv_len).row_block >= group
-        key = gpu.tiling_key(q, KVPages(pages, pages), q_start)
+        i32: Any = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+        rows = RaggedRows(i32(R + 1), i32(R), i32(R, 2))
+        assert gpu.heuristic(q, pages, rows.kv_len).row_block >= group
+        key = gpu.tiling_key(q, rows, KVPages(pages, pages), AttentionVariant(1.0))
         assert key == f"T=64 R={R} N={2 * group} K=2 H={H} B=16 {dtype} {stored}"
 
 

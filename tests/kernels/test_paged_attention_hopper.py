@@ -23,10 +23,18 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from jaxinfer.kernels.kv_pages import KVPages
-from jaxinfer.kernels.paged_attention import hopper
+from jaxinfer.kernels.paged_attention import RaggedRows, hopper
 from jaxinfer.kernels.paged_attention.hopper import Tiling
 from jaxinfer.kernels.paged_attention.hopper_plan import Item, Plan, num_items, work_list
-from tests.support.attention_cases import EMULATED, Shape, check, make_case, program_of, run
+from tests.support.attention_cases import (
+    EMULATED,
+    Shape,
+    check,
+    make_case,
+    program_of,
+    run,
+    variant_of,
+)
 
 pytestmark = pytest.mark.conformance
 
@@ -233,7 +241,8 @@ def _abstract(**changes: Any) -> tuple[Any, ...]:
     spec, i32 = jax.ShapeDtypeStruct, lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
     pages = spec((8, s["K"], s["B"], s["H"]), s["pages"] or s["dtype"])
     q = spec((s["T"], s["N"], s["H"]), s["dtype"])
-    return q, pages, pages, i32(s["R"] + 1), i32(s["R"]), i32(s["R"], 8)
+    rows: Any = RaggedRows(i32(s["R"] + 1), i32(s["R"]), i32(s["R"], 8))
+    return q, rows, KVPages(pages, pages)  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager
@@ -243,14 +252,12 @@ def _on(kind: str):
         yield
 
 
-PLAIN = {"scale": 0.1, "window": None, "soft_cap": None, "sinks": None, "alibi_slopes": None}
-
-
 def _lower(arguments: tuple[Any, ...], kind: str = "NVIDIA H200", **options: Any) -> str:
     """The kernel in the GPU compiler's own dialect; layouts are checked on the way."""
-    call = jax.jit(partial(hopper.paged_attention, **{**PLAIN, **options}))
+    variant = variant_of(options := {"scale": 0.1, **options})
+    call = jax.jit(partial(hopper.paged_attention, **options))
     with _on(kind):
-        return call.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+        return call.trace(*arguments, variant).lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.mark.parametrize("sizes", [{}, {"N": 7, "K": 1}, {"H": 128, "B": 64}, {"H": 256}], ids=str)
@@ -266,8 +273,7 @@ def test_the_kernel_lowers_for_a_gpu(sizes):
 def test_the_largest_candidates_lower_for_a_gpu(sizes):
     """Pallas refuses a kernel that takes more shared memory than a CTA can have."""
     arguments = _abstract(**sizes)
-    q, pages, _, *rows = arguments
-    found = hopper.candidates(q, KVPages(pages, pages), *rows)
+    found = hopper.candidates(*arguments)
     assert len(found) == len(set(found)) > 1
     found.sort(key=lambda tiling: hopper.shared_bytes(tiling, arguments[0].shape[2]))
     for tiling in found[-2:]:

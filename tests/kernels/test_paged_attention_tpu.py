@@ -18,10 +18,10 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxinfer.kernels import tuning
 from jaxinfer.kernels.folding import fold_of, unfold
 from jaxinfer.kernels.kv_pages import KVPages, write_pages
-from jaxinfer.kernels.paged_attention import tpu, tpu_tiling
+from jaxinfer.kernels.paged_attention import AttentionVariant, RaggedRows, tpu, tpu_tiling
 from jaxinfer.kernels.paged_attention.tpu import Tiling
 from jaxinfer.kernels.paged_attention.tpu_plan import Plan
-from jaxinfer.kernels.paged_attention.tpu_prepare import Rows, work_list
+from jaxinfer.kernels.paged_attention.tpu_prepare import work_list
 from tests.support.attention_cases import (
     EMULATED,
     EVERY_BACKEND,
@@ -110,7 +110,7 @@ def test_cores_share_the_blocks(lengths, cores, shares):
     case = make_case([(1, n) for n in lengths])
     sizes = {"tile": 16, "num_items": 12, "pages_a_block": 1, "page_rows": 16, "fold": 1}
     plan: Any = Plan(**{name: sizes.get(name) for name in Plan._fields})  # type: ignore[arg-type]
-    rows = Rows(*map(jnp.asarray, (case.q_start, case.kv_len, case.page_table)))
+    rows = RaggedRows(*map(jnp.asarray, (case.q_start, case.kv_len, case.page_table)))
     _, first, steps = work_list(plan, rows, cores)
     ends = [*np.asarray(first)[1:].tolist(), len(lengths)]
     assert (np.array(ends) - np.asarray(first)).tolist() == shares
@@ -213,10 +213,8 @@ def test_writes_to_folded_pages_are_in_place_under_donation():
 )
 def test_what_the_compiler_refuses_is_declined_with_the_reason(change, reason):
     case = make_case([(1, 5)], Shape(**change))
-    variant = {"window": None, "soft_cap": None, "sinks": None, "alibi_slopes": None}
-    q, pages, *rows = case.arrays()
     with pytest.raises(NotImplementedError, match=reason):
-        tpu.paged_attention(q, pages.k, pages.v, *rows, scale=1.0, **variant)
+        tpu.paged_attention(*case.arrays(), AttentionVariant(1.0))
 
 
 @pytest.mark.parametrize(
@@ -258,10 +256,13 @@ def test_pages_too_large_for_vmem_are_declined_with_their_size(monkeypatch, devi
         tpu_tiling.check_mosaic(tpu_tiling.heuristic(q, pages), q, pages)
 
 
+ANY_ROWS: Any = RaggedRows(*[jax.ShapeDtypeStruct((1,), jnp.int32)] * 3)  # type: ignore[arg-type]
+
+
 def test_candidates_fit_the_chip_and_hold_the_heuristics_choice():
     q = jax.ShapeDtypeStruct((512, 32, 128), jnp.bfloat16)
     pages: Any = jax.ShapeDtypeStruct((9, 8, 64, 128), jnp.bfloat16)
-    found = tpu.candidates(q, KVPages(pages, pages), scale=1.0)
+    found = tpu.candidates(q, ANY_ROWS, KVPages(pages, pages))
     assert tpu_tiling.heuristic(q, pages) in found
     assert len(set(found)) == len(found) < 100
     for tiling in found:
@@ -271,7 +272,7 @@ def test_candidates_fit_the_chip_and_hold_the_heuristics_choice():
 def test_a_measured_tiling_is_taken(monkeypatch):
     q = jax.ShapeDtypeStruct((512, 32, 64), jnp.bfloat16)
     pages: Any = jax.ShapeDtypeStruct((9, 8, 32, 128), jnp.int8)
-    key = tpu.tiling_key(q, KVPages(pages, pages), None, scale=1.0)
+    key = tpu.tiling_key(q, ANY_ROWS, KVPages(pages, pages))
     assert key == "T=512 N=32 K=8 H=64 B=64 bfloat16 int8"
     files = {"paged_attention/tpu": {key: {"pages_a_block": 2, "slots": 3}}}
     monkeypatch.setattr(tuning, "load", lambda path: files)

@@ -17,9 +17,18 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call as emulator
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxinfer.kernels.folding import fold_of, unfold
-from jaxinfer.kernels.paged_attention import tpu
+from jaxinfer.kernels.kv_pages import KVPages, NewTokens
+from jaxinfer.kernels.paged_attention import AttentionVariant, tpu
 from jaxinfer.kernels.paged_attention.tpu import Tiling
-from tests.support.attention_cases import TOLERANCE, Case, Shape, assert_close, make_case, oracle
+from tests.support.attention_cases import (
+    TOLERANCE,
+    Case,
+    Shape,
+    assert_close,
+    make_case,
+    oracle,
+    variant_of,
+)
 
 pytestmark = pytest.mark.conformance
 
@@ -65,12 +74,13 @@ class Update:
     def run(self, tiling: Tiling | None, variant: dict[str, Any], lanes: int, **switches: Any):
         case, H = self.case, self.case.k_pages.shape[3]
         pages = [fold(x, lanes) for x in (self.k_pages, self.v_pages)]
-        arrays = (case.q, self.k, self.v, *pages, case.q_start, case.kv_len, case.page_table)
-        static = {name: variant[name] for name in ("scale", "window", "soft_cap")}
-        of_heads = {name: variant[name] for name in ("sinks", "alibi_slopes")}
-        program = program_of(tiling, tuple(static.items()), tuple(switches.items()))
-        out, lse, *stored = program(*map(jnp.asarray, (*arrays, self.write_page)), **of_heads)
-        return np.asarray(out), np.asarray(lse), [np.asarray(unfold(x, H)) for x in stored]
+        q, rows, _ = case.arrays()
+        offset = np.zeros_like(self.write_page)  # it follows from the rows
+        new = NewTokens(*map(jnp.asarray, (self.k, self.v, self.write_page, offset)))
+        program = program_of(tiling, tuple(switches.items()))
+        stored = KVPages(*map(jnp.asarray, pages))
+        out, lse, stored = program(q, new, rows, stored, variant_of({**variant}))
+        return np.asarray(out), np.asarray(lse), [np.asarray(unfold(x, H)) for x in stored[:2]]
 
 
 def fold(pages: np.ndarray, lanes: int) -> np.ndarray:
@@ -81,14 +91,13 @@ def fold(pages: np.ndarray, lanes: int) -> np.ndarray:
 
 
 @functools.lru_cache
-def program_of(tiling: Tiling | None, static: tuple, switches: tuple) -> Any:
+def program_of(tiling: Tiling | None, switches: tuple) -> Any:
     """One emulator's program for all cases of a shape, compiled in haste."""
     step = partial(
         tpu.update_and_attend,
         return_lse=True,
         interpret=pltpu.InterpretParams(**dict(switches)),
         tiling=tiling,
-        **dict(static),
     )
     return jax.jit(step, compiler_options={"xla_backend_optimization_level": 0})
 
@@ -214,9 +223,11 @@ def test_any_ragged_step(lengths, seed, data):
 
 def test_what_the_kernel_cannot_store_to_is_declined_with_the_reason():
     case = make_case([(1, 5)], Shape(page_size=4))
-    arrays = (case.q, case.q[:, :2], case.q[:, :2], case.k_pages, case.v_pages)
-    rows = (case.q_start, case.kv_len, case.page_table, case.q_start)
+    q, rows, pages = case.arrays()
+    new = NewTokens(q[:, :2], q[:, :2], rows.q_start, rows.q_start)
+    variant = AttentionVariant(1.0)
     with pytest.raises(NotImplementedError, match="a page has 4 rows; 8 are stored together"):
-        tpu.update_and_attend(*arrays, *rows, scale=1.0, **PLAIN)
+        tpu.update_and_attend(q, new, rows, pages, variant)
+    scaled = pages._replace(k_scales=pages.k[..., 0], v_scales=pages.v[..., 0])
     with pytest.raises(NotImplementedError, match="the kernel does not quantize what it stores"):
-        tpu.update_and_attend(*arrays, *rows, scale=1.0, **PLAIN, k_scales=1, v_scales=1)
+        tpu.update_and_attend(q, new, rows, scaled, variant)

@@ -9,12 +9,13 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxinfer.kernels.folding import rows_and_lanes, unfold, unfold_scales
-from jaxinfer.kernels.kv_pages import QUANTIZED, KVPages, write
+from jaxinfer.kernels.kv_pages import QUANTIZED, KVPages, NewTokens, write
 from jaxinfer.kernels.rope_and_write import BACKENDS, gpu, rope_and_write, tpu
 from jaxinfer.kernels.rotary import rotate
 from jaxinfer.kernels.triton_launch import interpret
@@ -57,7 +58,7 @@ class Shape:
     num_heads: int = 4
     num_kv_heads: int = 2
     head_dim: int = 32
-    half: int | None = 16  # None: nothing is turned
+    half: int | None = 16  # None: nothing is rotated
     page_size: int = 32
     num_pages: int = 7
     dtype: str = "float32"
@@ -65,7 +66,7 @@ class Shape:
     is_folded: bool = False
 
 
-# Rows of a step: (page, first cell, tokens); page 7 and beyond are not stored.
+# Rows of a step: (page, first offset, tokens); page 7 and beyond are not stored.
 ROWS = [(3, 5, 1), (0, 31, 1), (9, 0, 2), (5, 0, 13), (7, 13, 1), (1, 0, 32), (6, 17, 9)]
 
 
@@ -73,16 +74,16 @@ def make_case(shape: Shape, rows=ROWS, *, num_tokens: int = 64, seed: int = 0) -
     """Arguments of the front door. The pages are full of other numbers; a token that is not stored,
     as those behind the last row, is NaN in `k` and `v`."""
     rng = np.random.default_rng(seed)
-    places = [(page, cell + i) for page, cell, count in rows for i in range(count)]
-    places += [(shape.num_pages, 0)] * (num_tokens - len(places))
-    page, cell = np.array(places, np.int32).reshape(-1, 2).T
+    slots = [(page, first + i) for page, first, count in rows for i in range(count)]
+    slots += [(shape.num_pages, 0)] * (num_tokens - len(slots))
+    page, offset = np.array(slots, np.int32).reshape(-1, 2).T
     T, N, K, H = len(page), shape.num_heads, shape.num_kv_heads, shape.head_dim
     normal = lambda *dims: rng.normal(size=dims)
     q, k, v = normal(T, N, H), normal(T, K, H), 3 * normal(T, K, H)
     k[page >= shape.num_pages] = v[page >= shape.num_pages] = np.nan
     angle = np.zeros((T, 0)) if shape.half is None else 3 * normal(T, shape.half)
     turn = [jnp.asarray(f(angle), jnp.float32) for f in (np.cos, np.sin)]
-    of_step = [jnp.asarray(x, jnp.dtype(shape.dtype)) for x in (q, k, v)]
+    q, k, v = (jnp.asarray(x, jnp.dtype(shape.dtype)) for x in (q, k, v))
 
     rows_, lanes = (shape.page_size, H)
     if shape.is_folded:
@@ -99,11 +100,11 @@ def make_case(shape: Shape, rows=ROWS, *, num_tokens: int = 64, seed: int = 0) -
             for _ in range(2)
         ]
     pages = KVPages(*(jnp.asarray(x).astype(shape.cache_dtype) for x in stored), *scales)
-    cos, sin = turn if shape.half is not None else (None, None)
-    return *of_step, cos, sin, pages, jnp.asarray(page), jnp.asarray(cell)
+    rotary = None if shape.half is None else tuple(turn)
+    return q, NewTokens(k, v, jnp.asarray(page), jnp.asarray(offset)), rotary, pages
 
 
-def turned(x, cos, sin) -> np.ndarray:
+def rotated(x, cos, sin) -> np.ndarray:
     """The formula, float64, a pair at a time; rounded to x's type."""
     out = np.asarray(x, np.float64).copy()
     if cos is not None:
@@ -133,18 +134,19 @@ def assert_close(out: Any, ref: np.ndarray, tolerance: float) -> None:
 
 
 def check(case: tuple[Any, ...], backend: str) -> None:
-    """Queries are turned; stored heads are the new ones, to their type's digits; all other cells
+    """Queries are rotated; stored heads are the new ones, to their type's digits; all other cells
     and scales are as they were, bit for bit."""
-    q, k, v, cos, sin, pages, page, cell = case
+    q, (k, v, page, offset), rotary, pages = case
+    cos, sin = rotary or (None, None)
     H, P = q.shape[2], pages.k.shape[0]
     out, after = _run(*case, backend=backend)
     assert out.dtype == q.dtype and jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, pages)
-    assert_close(np.asarray(out, np.float64), turned(q, cos, sin), TOLERANCE[q.dtype.name])
+    assert_close(np.asarray(out, np.float64), rotated(q, cos, sin), TOLERANCE[q.dtype.name])
 
     is_stored = np.asarray(page) < P
-    at = np.asarray(page)[is_stored], slice(None), np.asarray(cell)[is_stored]
+    at = np.asarray(page)[is_stored], slice(None), np.asarray(offset)[is_stored]
     tolerance = max(TOLERANCE[pages.k.dtype.name], TOLERANCE[k.dtype.name])
-    for name, new, scale_name in (("k", turned(k, cos, sin), "k_scales"), ("v", v, "v_scales")):
+    for name, new, scale_name in (("k", rotated(k, cos, sin), "k_scales"), ("v", v, "v_scales")):
         old, now = getattr(pages, name), getattr(after, name)
         old_scales, scales = getattr(pages, scale_name), getattr(after, scale_name)
         assert now.dtype == old.dtype
@@ -237,9 +239,9 @@ def test_folded_pages(backend, fold):
 @pytest.mark.parametrize("cache_dtype", QUANTIZED)
 def test_heads_of_zeros_have_a_scale_of_one(backend, cache_dtype):
     dtype = "float32" if cache_dtype == "int8" else "bfloat16"
-    q, k, v, *rest = make_case(Shape(dtype=dtype, cache_dtype=cache_dtype), [(2, 4, 3)])
-    v = v.at[1, 0].set(0)
-    _, after = _run(q, k, v, *rest, backend=backend)
+    q, new, *rest = make_case(Shape(dtype=dtype, cache_dtype=cache_dtype), [(2, 4, 3)])
+    new = new._replace(v=new.v.at[1, 0].set(0))
+    _, after = _run(q, new, *rest, backend=backend)
     assert after.v_scales[2, 0, 5] == 1 and not after.v[2, 0, 5].astype(jnp.float32).any()
     assert after.v_scales[2, 1, 5] < 1
 
@@ -250,8 +252,8 @@ def test_on_a_cpu_it_is_the_turn_and_the_write_to_the_bit(dtype, cache_dtype):
     case = make_case(Shape(dtype=dtype, cache_dtype=cache_dtype))
 
     @jax.jit
-    def apart(q, k, v, cos, sin, pages, page, cell):
-        return rotate(q, cos, sin), write(pages, rotate(k, cos, sin), v, page, cell)
+    def apart(q, new, rotary, pages):
+        return rotate(q, *rotary), write(pages, new._replace(k=rotate(new.k, *rotary)))
 
     fused: Any = jax.jit(partial(rope_and_write, backend="xla"))
     for one, other in zip(*map(jax.tree.leaves, (fused(*case), apart(*case))), strict=True):
@@ -264,28 +266,30 @@ def test_the_write_is_in_place_where_the_pages_are_donated():
     pages = KVPages(stored, stored)
     of_step, ids = spec((16, 2, 128), jnp.float32), spec((16,), jnp.int32)
     turn = spec((16, 64), jnp.float32)
-    program: Any = jax.jit(partial(rope_and_write, backend="xla"), donate_argnums=5)
-    args = (of_step, of_step, of_step, turn, turn, pages, ids, ids)
+    program: Any = jax.jit(partial(rope_and_write, backend="xla"), donate_argnums=3)
+    args = (of_step, NewTokens(of_step, of_step, ids, ids), (turn, turn), pages)
     memory = program.lower(*args).compile().memory_analysis()
     assert memory.alias_size_in_bytes == 2 * 4096 * 2 * 8 * 128 * 4
     assert memory.temp_size_in_bytes < memory.alias_size_in_bytes / 100
 
 
-def test_the_front_door_refuses_what_does_not_fit():
-    q, k, v, cos, sin, pages, page, cell = make_case(Shape(), num_tokens=2, rows=[(3, 5, 2)])
-    with pytest.raises(ValueError, match="cos and sin come together"):
-        rope_and_write(q, k, v, cos, None, pages, page, cell)
+def test_arguments_that_do_not_fit_are_refused(monkeypatch):
+    """By the operator's own checks; in tests, jaxtyping's come before them."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    q, new, rotary, pages = make_case(Shape(), num_tokens=2, rows=[(3, 5, 2)])
+    with pytest.raises(ValueError, match=r"cos \(2, 16\) and sin \(2, 8\) differ in shape"):
+        rope_and_write(q, new, (rotary[0], rotary[1][:, :8]), pages)
     with pytest.raises(ValueError, match="cos has 24 angles; heads of 32 take 1 to 16"):
         wide = jnp.ones((2, 24))
-        rope_and_write(q, k, v, wide, wide, pages, page, cell)
+        rope_and_write(q, new, (wide, wide), pages)
     with pytest.raises(ValueError, match="k has 1 heads of 32; pages"):
-        rope_and_write(q, k[:, :1], v[:, :1], cos, sin, pages, page, cell)
+        rope_and_write(q, new._replace(k=new.k[:, :1], v=new.v[:, :1]), rotary, pages)
     with pytest.raises(ValueError, match="float32 pages have no k_scales"):
         scaled = pages._replace(k_scales=jnp.ones((7, 2, 32)))
-        rope_and_write(q, k, v, cos, sin, scaled, page, cell)
+        rope_and_write(q, new, rotary, scaled)
     with pytest.raises(ValueError, match="int8 pages need k_scales"):
         bare = KVPages(pages.k.astype(jnp.int8), pages.v.astype(jnp.int8))
-        rope_and_write(q, k, v, cos, sin, bare, page, cell)
+        rope_and_write(q, new, rotary, bare)
     with pytest.raises(ValueError, match="pages of keys are float32"):
         mixed = pages._replace(v=pages.v.astype(jnp.bfloat16))
-        rope_and_write(q, k, v, cos, sin, mixed, page, cell)
+        rope_and_write(q, new, rotary, mixed)

@@ -12,15 +12,21 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxinfer.kernels.kv_pages import KVPages, is_quantized, write
-from jaxinfer.kernels.paged_attention import paged_attention, tpu, update
+from jaxinfer.kernels.kv_pages import KVPages, NewTokens, is_quantized, write
+from jaxinfer.kernels.paged_attention import (
+    AttentionVariant,
+    RaggedRows,
+    paged_attention,
+    tpu,
+    update,
+)
 from jaxinfer.kernels.paged_attention.update import update_and_attend
 from jaxinfer.kernels.rotary import rotate
 
 pytestmark = pytest.mark.conformance
 
 EMULATED = {"tpu": partial(tpu.update_and_attend, interpret=pltpu.InterpretParams())}
-STATIC = ("scale", "window", "soft_cap", "batch_invariant", "backend")
+STATIC = ("batch_invariant", "backend")
 _in_haste: Any = jax.jit(
     update_and_attend,
     static_argnames=STATIC,
@@ -40,7 +46,7 @@ def step(dtype: str = "float32", num_shared: int = 0) -> tuple[Any, ...]:
     table = rng.permutation(P).astype(np.int32).reshape(4, 3)
     row = np.repeat(np.arange(4), q_len)
     position = kv_len[row] - (q_start[row + 1] - np.arange(T))
-    page, cell = table[row, position // B], (position % B).astype(np.int32)
+    page, offset = table[row, position // B], (position % B).astype(np.int32)
     q, k, v = (jnp.asarray(rng.normal(size=(T, n, H)), jnp.float32) for n in (N, K, K))
     if is_quantized(dtype):
         stored = [jnp.asarray(rng.integers(-99, 99, (P, K, B, H)), dtype) for _ in range(2)]
@@ -54,18 +60,19 @@ def step(dtype: str = "float32", num_shared: int = 0) -> tuple[Any, ...]:
     shared = np.flatnonzero(row == 1)[:num_shared]
     there = np.full(T, P, np.int32)
     there[shared] = page[shared]
-    pages = write(pages, rotate(k, *rotary), v, jnp.asarray(there), jnp.asarray(cell))
+    at = (jnp.asarray(there), jnp.asarray(offset))
+    pages = write(pages, NewTokens(rotate(k, *rotary), v, *at))
     page[shared] = P
-    arrays = map(jnp.asarray, (q_start, kv_len, table, page, cell))
-    return q, k, v, pages, *arrays, rotary
+    new = NewTokens(k, v, jnp.asarray(page), jnp.asarray(offset))
+    rows = RaggedRows(*map(jnp.asarray, (q_start, kv_len, table)))
+    return q, new, rows, pages, rotary
 
 
-def in_parts(arguments, rotary, **variant) -> Any:
-    q, k, v, pages, q_start, kv_len, table, page, cell = arguments
-    q, k = rotate(q, *rotary), rotate(k, *rotary)
-    pages = write(pages, k, v, page, cell)
-    out = paged_attention(q, pages, q_start, kv_len, table, backend="reference", **variant)
-    return out, pages
+def in_parts(arguments, rotary, variant) -> Any:
+    q, new, rows, pages = arguments
+    q, new = rotate(q, *rotary), new._replace(k=rotate(new.k, *rotary))
+    pages = write(pages, new)
+    return paged_attention(q, rows, pages, variant, backend="reference"), pages
 
 
 WAYS = [
@@ -83,11 +90,13 @@ WAYS = [
 def test_every_way_gives_what_the_parts_give(backend, dtype, options, num_shared):
     *arguments, rotary = step(dtype, num_shared)
     with mock.patch.dict(update.UPDATE_BACKENDS, EMULATED):
-        out, pages = _in_haste(*arguments, rotary=rotary, scale=0.25, backend=backend, **options)
-    options = {name: value for name, value in options.items() if name != "batch_invariant"}
-    expected, stored = in_parts(arguments, rotary, scale=0.25, **options)
+        of_score = {name: x for name, x in options.items() if name != "batch_invariant"}
+        others = {name: x for name, x in options.items() if name not in of_score}
+        variant = AttentionVariant(0.25, **of_score)
+        out, pages = _in_haste(*arguments, variant, rotary=rotary, backend=backend, **others)
+    expected, stored = in_parts(arguments, rotary, variant)
     assert np.linalg.norm(out - expected) <= 1e-5 * np.linalg.norm(expected)
-    kv_len, table = map(np.asarray, arguments[5:7])
+    kv_len, table = map(np.asarray, arguments[2][1:3])
     for got, want in zip(jax.tree.leaves(pages), jax.tree.leaves(stored), strict=True):
         for r, length in enumerate(kv_len):  # cells behind a row's end may hold anything
             for p in range(length):
@@ -98,11 +107,12 @@ def test_every_way_gives_what_the_parts_give(backend, dtype, options, num_shared
 def test_what_the_kernel_does_not_store_is_stored_first():
     """Where the updating kernel declines, as for quantized pages, both parts are called."""
     *arguments, rotary = step("int8")
+    variant = AttentionVariant(0.25)
     declines = mock.Mock(side_effect=NotImplementedError("quantized"))
     with mock.patch.dict(update.UPDATE_BACKENDS, {"xla": declines}):
-        out, _ = update_and_attend(*arguments, rotary=rotary, scale=0.25, backend="xla")
+        out, _ = update_and_attend(*arguments, variant, rotary=rotary, backend="xla")
     assert declines.called
-    expected, _ = in_parts(arguments, rotary, scale=0.25)
+    expected, _ = in_parts(arguments, rotary, variant)
     assert np.linalg.norm(out - expected) <= 1e-5 * np.linalg.norm(expected)
 
 
@@ -114,4 +124,5 @@ def test_what_the_kernel_does_not_store_is_stored_first():
 def test_options_out_of_range_are_refused_whoever_would_run_them(backend, options, message):
     *arguments, rotary = step()
     with pytest.raises(ValueError, match=message):
-        update_and_attend(*arguments, rotary=rotary, scale=1.0, backend=backend, **options)
+        variant = AttentionVariant(1.0, **options)
+        update_and_attend(*arguments, variant, rotary=rotary, backend=backend)

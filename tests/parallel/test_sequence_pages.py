@@ -16,7 +16,7 @@ from jaxinfer.kernels.dispatch import NoBackendError
 from jaxinfer.kernels.flash_attention import merge
 from jaxinfer.kernels.folding import rows_and_lanes
 from jaxinfer.kernels.kv_pages import KVPages
-from jaxinfer.kernels.paged_attention import BACKENDS, paged_attention
+from jaxinfer.kernels.paged_attention import BACKENDS, AttentionVariant, paged_attention
 from jaxinfer.kernels.paged_attention.page_part import PagePart
 from tests.support.attention_cases import (
     EMULATED,
@@ -26,6 +26,7 @@ from tests.support.attention_cases import (
     assert_close,
     make_case,
     oracle,
+    variant_of,
 )
 from tests.support.triton_bench import needs_triton
 
@@ -35,6 +36,7 @@ MIXED = [(1, 33), (1, 1), (7, 40), (0, 0), (1, 16), (20, 20), (1, 100), (3, 17)]
 LIMITS = np.array([32, 0, 33, 0, 15, 0, 64, 14], np.int32)  # cached before the step, and fewer
 SLOPES = np.array([0.5, 0.25, 0.125, 0.0625], np.float32)
 SCALE = 0.25
+PLAIN = AttentionVariant(SCALE)
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -46,21 +48,21 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @partial(
     jax.jit,
-    static_argnames=("count", "backend", "window", "soft_cap", "value_dim"),
+    static_argnames=("count", "backend"),
     compiler_options={"xla_backend_optimization_level": 0},  # in haste: each runs once
 )
-def _merged(q, pages, q_start, kv_len, table, arrays, *, count, backend, **static):
+def _merged(q, rows, pages, variant, *, count, backend):
     """Over each part of the pages in turn."""
     B = pages.k.shape[2] // count
     shape = (1, *q.shape[:2])
-    value_dim = static.get("value_dim") or q.shape[2]
+    value_dim = variant.value_dim or q.shape[2]
     nothing = jnp.zeros((*shape, value_dim)), jnp.full(shape, -jnp.inf)
 
     def turn(index, answer):
         cut = lambda x: jax.lax.dynamic_slice_in_dim(x, index * B, B, 2)
         found: Any = paged_attention(
-            q, jax.tree.map(cut, pages), q_start, kv_len, table, scale=SCALE,
-            part=PagePart(index, count), return_lse=True, backend=backend, **arrays, **static,
+            q, rows, jax.tree.map(cut, pages), variant,
+            part=PagePart(index, count), return_lse=True, backend=backend,
         )  # fmt: skip
         return merge(answer[0], answer[1], found[0][None].astype(jnp.float32), found[1][None])
 
@@ -69,12 +71,13 @@ def _merged(q, pages, q_start, kv_len, table, arrays, *, count, backend, **stati
 
 
 def check(case: Case, count: int, backend: str, **variant: Any) -> None:
-    arrays = {k: v for k, v in variant.items() if isinstance(v, np.ndarray)}
-    static = {k: v for k, v in variant.items() if k not in arrays}
+    q, rows, pages = case.arrays()
+    limit = variant.get("key_limit")
+    rows = rows._replace(key_limit=None if limit is None else jnp.asarray(limit))
+    of_score = variant_of({"scale": SCALE, **variant})
     with mock.patch.dict(BACKENDS, EMULATED):
-        out, lse = map(
-            np.asarray, _merged(*case.arrays(), arrays, count=count, backend=backend, **static)
-        )
+        found = _merged(q, rows, pages, of_score, count=count, backend=backend)
+        out, lse = map(np.asarray, found)
     ref, ref_lse = oracle(case, scale=SCALE, return_lse=True, **variant)
     real = slice(case.num_real)
     tolerance = TOLERANCE[case.q.dtype.name]
@@ -109,10 +112,10 @@ def test_parts_of_narrow_and_quantized_pages(dtype, cache_dtype):
 @pytest.mark.parametrize("backend", ["reference", "xla"])
 def test_parts_of_latents(backend):
     case = make_case(MIXED, Shape(num_kv_heads=1, head_dim=20))
-    q, pages, *rows = case.arrays()
-    pages = KVPages(pages.k, None)
-    options = {"count": 4, "backend": backend, "value_dim": 12}
-    out, _ = _merged(q, pages, *rows, {"key_limit": jnp.asarray(LIMITS)}, **options)
+    q, rows, pages = case.arrays()
+    rows, pages = rows._replace(key_limit=jnp.asarray(LIMITS)), KVPages(pages.k, None)
+    variant = AttentionVariant(SCALE, value_dim=12)
+    out, _ = _merged(q, rows, pages, variant, count=4, backend=backend)
     doubled = dataclasses.replace(case, v_pages=case.k_pages)
     ref = oracle(doubled, scale=SCALE, key_limit=LIMITS)[..., :12]
     assert_close(np.asarray(out)[: case.num_real], ref[: case.num_real], 1e-5)
@@ -131,13 +134,13 @@ def test_kernels_of_whole_pages_take_a_token_a_row(backend, variant):
 def test_a_part_of_a_folded_page_is_a_folded_page():
     """Each device folds its own cells."""
     case = make_case(MIXED, Shape(head_dim=64))
-    q, pages, *rows = case.arrays()
+    q, rows, pages = case.arrays()
     rows_of_part, lanes = rows_and_lanes(8, 64)
     fold = lambda x: x.reshape(*x.shape[:2], -1, lanes)
     parts = [jax.tree.map(lambda x, r=r: fold(x[:, :, 8 * r : 8 * r + 8]), pages) for r in (0, 1)]
     assert parts[0].k.shape[2:] == (rows_of_part, lanes) == (4, 128)
     joined = jax.tree.map(lambda *x: jnp.concatenate(x, axis=2), *parts)
-    out, _ = _merged(q, joined, *rows, {}, count=2, backend="xla")
+    out, _ = _merged(q, rows, joined, PLAIN, count=2, backend="xla")
     ref = oracle(case, scale=SCALE)
     assert_close(np.asarray(out)[: case.num_real], ref[: case.num_real], 1e-5)
 
@@ -147,7 +150,8 @@ def test_a_kernel_that_needs_whole_pages_says_so(backend):
     case = make_case(MIXED)
     declined = pytest.raises(NoBackendError, match="pages that are split over devices")
     with declined:
-        _merged(*case.arrays(), {}, count=2, backend=backend, window=4)
+        windowed = AttentionVariant(SCALE, window=4)
+        _merged(*case.arrays(), windowed, count=2, backend=backend)
     long = make_case([(300, 300)], Shape(num_tokens=300, num_rows=1, table_width=19))
     with declined:
-        _merged(*long.arrays(), {}, count=2, backend=backend)
+        _merged(*long.arrays(), PLAIN, count=2, backend=backend)

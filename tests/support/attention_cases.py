@@ -21,12 +21,19 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jaxinfer.kernels.folding import fold_of, unfold_scales, unfolding
 from jaxinfer.kernels.kv_pages import QUANTIZED, KVPages
-from jaxinfer.kernels.paged_attention import BACKENDS, gpu, paged_attention, tpu
+from jaxinfer.kernels.paged_attention import (
+    BACKENDS,
+    AttentionVariant,
+    RaggedRows,
+    gpu,
+    paged_attention,
+    tpu,
+)
 from jaxinfer.kernels.triton_launch import interpret
 from tests.support.triton_bench import needs_triton
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}  # on ||out - ref|| / ||ref||
-STATIC = ("scale", "window", "soft_cap", "return_lse", "batch_invariant", "backend")
+STATIC = ("return_lse", "batch_invariant", "backend")
 
 # Tests run the TPU's kernel in its emulator, where memory that nobody wrote is NaN, and the GPU's
 # by Triton's interpreter.
@@ -89,11 +96,21 @@ class Case:
     def num_real(self) -> int:
         return int(self.q_start[-1])
 
-    def arrays(self) -> tuple[Any, ...]:
+    def arrays(self) -> tuple[jax.Array, RaggedRows, KVPages]:
         pages: Any = (self.k_pages, self.v_pages, self.k_scales, self.v_scales)
-        pages = KVPages(*pages)
-        whole = (self.q, pages, self.q_start, self.kv_len, self.page_table)
+        rows: Any = (self.q_start, self.kv_len, self.page_table)
+        whole: Any = (self.q, RaggedRows(*rows), KVPages(*pages))
         return jax.tree.map(jnp.asarray, whole)
+
+
+VARIANT = [field.name for field in dataclasses.fields(AttentionVariant)]
+
+
+def variant_of(options: dict[str, Any]) -> AttentionVariant:
+    """The variant among a call's options, its arrays on the device; takes it out of `options`."""
+    return AttentionVariant(
+        **{name: _array(options.pop(name)) for name in VARIANT if name in options}
+    )
 
 
 def make_case(
@@ -213,9 +230,11 @@ def oracle(
 
 def run(case: Case, backend: str | None, **variant: Any) -> Any:
     """The front door's answer, compiled: out, and lse behind it where that is asked for."""
-    variant = {name: _array(value) for name, value in variant.items()}
+    q, rows, pages = case.arrays()
+    rows = rows._replace(key_limit=_array(variant.pop("key_limit", None)))
+    of_score = variant_of(variant)
     with mock.patch.dict(BACKENDS, EMULATED):
-        answer = program_of(backend)(*case.arrays(), backend=backend, **variant)
+        answer = program_of(backend)(q, rows, pages, of_score, backend=backend, **variant)
     return jax.tree.map(np.asarray, answer)
 
 

@@ -16,20 +16,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxinfer.kernels.flash_attention import BACKENDS, flash_attention, gpu, tpu, xla
+from jaxinfer.kernels.flash_attention import (
+    BACKENDS,
+    AttentionMask,
+    AttentionVariant,
+    flash_attention,
+    gpu,
+    tpu,
+    xla,
+)
 from jaxinfer.kernels.triton_launch import interpret
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}  # on ||out - ref|| / ||ref||
-STATIC = (
-    "scale",
-    "causal",
-    "window",
-    "soft_cap",
-    "mask_mod",
-    "score_mod",
-    "return_lse",
-    "backend",
-)
+STATIC = ("score_mod", "return_lse", "backend")
 
 # Emulators, in tiles small enough that a small case has several. The TPU's fills memory that
 # nobody wrote with NaN.
@@ -46,19 +45,20 @@ EMULATED = {
 SMALL = {**EMULATED, "xla": partial(xla.flash_attention, tile=(16, 16))}
 
 # In haste: a program runs a few times. An offset that is an int is known while tracing.
-_programs = {
-    static: jax.jit(
-        flash_attention,
-        static_argnames=STATIC + (("q_offset",) if static else ()),
-        compiler_options={"xla_backend_optimization_level": 0},
+program: Any = jax.jit(
+    flash_attention,
+    static_argnames=STATIC,
+    compiler_options={"xla_backend_optimization_level": 0},
+)
+
+
+def grouped(options: dict[str, Any]) -> tuple[AttentionVariant, AttentionMask, dict[str, Any]]:
+    """The options of a call in their groups, and the others; arrays on the device."""
+    options = {name: _array(value) for name, value in options.items()}
+    take = lambda group: group(
+        **{f.name: options.pop(f.name) for f in dataclasses.fields(group) if f.name in options}
     )
-    for static in (True, False)
-}
-
-
-def program_of(is_offset_static: bool) -> Any:
-    """The jitted front door."""
-    return _programs[is_offset_static]
+    return take(AttentionVariant), take(AttentionMask), options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,12 +157,10 @@ def _scores(variant: dict[str, Any], z: np.ndarray, at: tuple[np.ndarray, ...]) 
 
 def run(case: Case, backend: str | None, **variant: Any) -> tuple[np.ndarray, np.ndarray]:
     """The front door's (out, lse), compiled."""
-    variant = {name: _array(value) for name, value in variant.items()}
-    kv_len = None if case.kv_len is None else jnp.asarray(case.kv_len)
+    score, mask, others = grouped({"kv_len": case.kv_len, **variant})
     arrays = (jnp.asarray(x) for x in (case.q, case.k, case.v))
     with mock.patch.dict(BACKENDS, SMALL):
-        program = program_of(not isinstance(variant.get("q_offset"), jax.Array))
-        out, lse = program(*arrays, kv_len=kv_len, return_lse=True, backend=backend, **variant)
+        out, lse = program(*arrays, score, mask, return_lse=True, backend=backend, **others)
     return np.asarray(out), np.asarray(lse)
 
 

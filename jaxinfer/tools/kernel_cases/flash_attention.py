@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,7 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.kernels.flash_attention import ColumnIntervals, block_mask, flash_attention
+from jaxinfer.kernels.flash_attention import (
+    AttentionMask,
+    AttentionVariant,
+    ColumnIntervals,
+    block_mask,
+    flash_attention,
+)
 from jaxinfer.tools.kernel_cases import Arguments, Case, random_array, with_headlines
 
 DOCUMENT = 512  # tokens a document of the packed case
@@ -88,13 +95,15 @@ def _case(
 ) -> Case:
     R, T, S, N, K, H = sizes
     spec = lambda length, heads: jax.ShapeDtypeStruct((R, length, heads, H), dtype)
-    arguments = (spec(T, N), spec(S, K), spec(S, K))
+    arrays = (spec(T, N), spec(S, K), spec(S, K))
     item = jnp.dtype(dtype).itemsize
+    call = _arguments(arrays, options)
+    static = {name: options[name] for name in ("score_mod", "return_lse") if name in options}
     return Case(
         function=flash_attention,
-        arguments=arguments,
-        options=options,
-        make=partial(_make, arguments, options, values or {}),
+        arguments=call,
+        options=static,
+        make=lambda rng: (_arguments(*_made(arrays, options, values or {}, rng)), static),
         bytes_moved=R * H * item * (2 * T * N + 2 * S * K)
         + (4 * R * T * N if options.get("return_lse") else 0),
         flops=int(4 * R * N * T * S * H * share),
@@ -104,13 +113,22 @@ def _case(
     )
 
 
-def _make(
+def _arguments(arrays: Arguments, options: dict[str, Any]) -> Arguments:
+    """Return the arguments of `flash_attention`: the options go into their groups."""
+    variant, mask = (
+        group(**{f.name: options[f.name] for f in dataclasses.fields(group) if f.name in options})
+        for group in (AttentionVariant, AttentionMask)
+    )
+    return *arrays, variant, mask
+
+
+def _made(
     arguments: Arguments,
     options: dict[str, Any],
     values: dict[str, Callable[[], Any]],
     rng: np.random.Generator,
 ) -> tuple[Arguments, dict[str, Any]]:
-    """Normal numbers; row r's length is the largest for r = 0, then less."""
+    """Return normal numbers; row r's length is the largest for r = 0, then less."""
     real = {**options, **{name: jax.tree.map(np.asarray, f()) for name, f in values.items()}}
     if "kv_len" in options:
         R, S = arguments[1].shape[:2]
@@ -130,13 +148,15 @@ def _documents() -> ColumnIntervals:
     return ColumnIntervals(end[None, None], np.full_like(end, 8192)[None, None])
 
 
-def _peer(q: Any, k: Any, v: Any, **options: Any) -> Callable[[], Any]:
+def _peer(
+    q: Any, k: Any, v: Any, variant: AttentionVariant, mask: AttentionMask
+) -> Callable[[], Any]:
     """PyTorch's `scaled_dot_product_attention`, causal, on the same numbers laid out by heads."""
     import torch.nn.functional as F
 
     q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
     return lambda: F.scaled_dot_product_attention(
-        q, k, v, is_causal=True, scale=options["scale"], enable_gqa=True
+        q, k, v, is_causal=mask.causal, scale=variant.scale, enable_gqa=True
     )
 
 

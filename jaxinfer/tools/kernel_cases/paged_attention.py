@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.kernels.folding import rows_and_lanes
-from jaxinfer.kernels.kv_pages import KVPages
-from jaxinfer.kernels.paged_attention import paged_attention
+from jaxinfer.kernels.kv_pages import KVPages, NewTokens
+from jaxinfer.kernels.paged_attention import AttentionVariant, RaggedRows, paged_attention
 from jaxinfer.kernels.paged_attention.update import update_and_attend
 from jaxinfer.tools.kernel_cases import GPU, TPU, Case, random_array, with_headlines
 
@@ -88,7 +88,7 @@ def attention_case(
     pages = KVPages(stored, stored, scales, scales)
     q = spec((T, N, H), dtype)
     i32 = lambda *shape: spec(shape, jnp.int32)
-    options = {"scale": H**-0.5, **dict(heads.variant)}
+    variant = AttentionVariant(H**-0.5, **dict(heads.variant))
 
     def make(rng: np.random.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
         real = jax.tree.map(lambda s: random_array(rng, s), KVPages(stored, stored))
@@ -97,17 +97,17 @@ def attention_case(
             real = real._replace(k_scales=of_scales[0], v_scales=of_scales[1])
         q_start = np.concatenate([[0], np.cumsum(batch.q_len)]).astype(np.int32)
         page_table = rng.permutation(P).astype(np.int32).reshape(R, W)
-        return (random_array(rng, q), real, q_start, batch.kv_len, page_table), dict(options)
+        ragged = RaggedRows(q_start, batch.kv_len, page_table)
+        return (random_array(rng, q), ragged, real, variant), {}
 
-    window = dict(heads.variant).get("window")
-    pairs, cells = _work(batch, window)
+    pairs, num_cached = _work(batch, variant.window)
     token_bytes = 2 * K * (H * cache_dtype.itemsize + 4 * has_scales)
     return Case(
         function=paged_attention,
-        arguments=(q, pages, i32(R + 1), i32(R), i32(R, W)),
-        options=options,
+        arguments=(q, RaggedRows(i32(R + 1), i32(R), i32(R, W)), pages, variant),
+        options={},
         make=make,
-        bytes_moved=cells * token_bytes + 2 * T * N * H * jnp.dtype(dtype).itemsize,
+        bytes_moved=num_cached * token_bytes + 2 * T * N * H * jnp.dtype(dtype).itemsize,
         flops=4 * pairs * N * H,
         tolerance=2e-2 if has_scales else {"float32": 1e-5}.get(jnp.dtype(dtype).name, 1e-2),
         **changes,
@@ -117,26 +117,26 @@ def attention_case(
 def update_case(heads: Heads, batch: Batch, page_size: int = 64, **changes: Any) -> Case:
     """The same step, whose new keys and values the kernel stores."""
     read = attention_case(heads, batch, page_size, **changes)
-    q, pages, *rows = read.arguments
+    q, *rest = read.arguments
     T, K, H = batch.num_tokens, heads.num_kv_heads, heads.head_dim
     new = jax.ShapeDtypeStruct((T, K, H), q.dtype)
     token = jax.ShapeDtypeStruct((T,), jnp.int32)
 
     def make(rng: np.random.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        (real_q, real_pages, *real_rows), options = read.make(rng)
-        _, kv_len, page_table = real_rows
+        (real_q, rows, *others), options = read.make(rng)
+        _, kv_len, page_table, _ = rows
         row = np.repeat(np.arange(batch.rows), batch.q_len)
         behind = np.concatenate([np.arange(count, 0, -1) for count in batch.q_len])
         position = (kv_len[row] - behind).astype(np.int32)
         page = page_table[row, position // page_size]
         kv = [random_array(rng, new) for _ in range(2)]
-        arguments = (real_q, *kv, real_pages, *real_rows, page, position % page_size)
-        return arguments, options
+        real_new = NewTokens(*kv, page, position % page_size)
+        return (real_q, real_new, rows, *others), options
 
     return dataclasses.replace(
         read,
         function=update_and_attend,
-        arguments=(q, new, new, pages, *rows, token, token),
+        arguments=(q, NewTokens(new, new, token, token), *rest),
         make=make,
         is_tunable=False,  # it stores by the way, cut as the kernel that only reads
         bytes_moved=read.bytes_moved + 4 * T * K * H * new.dtype.itemsize,
@@ -144,30 +144,30 @@ def update_case(heads: Heads, batch: Batch, page_size: int = 64, **changes: Any)
 
 
 def _work(batch: Batch, window: int | None) -> tuple[int, int]:
-    """Pairs of a query and a position it sees, and cached tokens that some query sees."""
-    pairs = cells = 0
+    """Return the pairs of a query and a position it sees, and the cached tokens that are read."""
+    pairs = num_cached = 0
     for q_len, kv_len in zip(batch.q_len.tolist(), batch.kv_len.tolist(), strict=True):
         seen = [min(p + 1, window or p + 1) for p in range(kv_len - q_len, kv_len)]
         pairs += sum(seen)
-        cells += min(kv_len, seen[0] + q_len - 1)
-    return pairs, cells
+        num_cached += min(kv_len, seen[0] + q_len - 1)
+    return pairs, num_cached
 
 
-def torch_peer(q: Any, pages: KVPages, q_start: Any, kv_len: Any, table: Any, **options: Any):
-    """PyTorch's `scaled_dot_product_attention` over a dense cache of rows of one length: pages
-    gathered beforehand, no table to follow."""
+def torch_peer(q: Any, rows: RaggedRows, pages: KVPages, variant: AttentionVariant):
+    """Return PyTorch's `scaled_dot_product_attention` over a dense cache of rows of one length:
+    pages are gathered beforehand, so that it follows no table."""
     import torch.nn.functional as F
 
     R, N, H = q.shape
     K = pages.k.shape[1]
 
     def dense(stored: Any) -> Any:  # [R, K, length, H]
-        rows = stored[table.long()].transpose(1, 2)
-        return rows.reshape(R, K, -1, H)[:, :, : int(kv_len[0])].contiguous()
+        by_row = stored[rows.page_table.long()].transpose(1, 2)
+        return by_row.reshape(R, K, -1, H)[:, :, : int(rows.kv_len[0])].contiguous()
 
     k, v, queries = dense(pages.k), dense(pages.v), q.reshape(R, N, 1, H)
     return lambda: F.scaled_dot_product_attention(
-        queries, k, v, scale=options["scale"], enable_gqa=True
+        queries, k, v, scale=variant.scale, enable_gqa=True
     )
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.kernels.folding import rows_and_lanes
-from jaxinfer.kernels.kv_pages import KVPages
+from jaxinfer.kernels.kv_pages import KVPages, NewTokens
 from jaxinfer.kernels.rope_and_write import rope_and_write
 from jaxinfer.tools.kernel_cases import GPU, TPU, Case, random_array, with_headlines
 
@@ -55,7 +55,8 @@ def write_case(
     of_step = (spec((T, N, H), jnp.bfloat16), *[spec((T, K, H), jnp.bfloat16)] * 2)
     ids = spec((T,), jnp.int32)
     pages = KVPages(stored, stored, scales, scales)
-    arguments = (*of_step, turn, turn, pages, ids, ids)
+    q, k, v = of_step
+    arguments = (q, NewTokens(k, v, ids, ids), None if turn is None else (turn, turn), pages)
     turned_bytes = 0 if turn is None else T * (2 * 2 * N * H + 8 * turn.shape[1])
     written = 2 * T * K * (H * stored.dtype.itemsize + 4 * is_scaled)
     return Case(
@@ -72,21 +73,20 @@ def write_case(
 
 
 def _made(rng: np.random.Generator, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    *of_step, turn, _, pages, ids, _ = arguments
-    T, P = ids.shape[0], pages.k.shape[0]
+    q, new, rotary, pages = arguments
+    T, P = new.page.shape[0], pages.k.shape[0]
     if T <= 64:
-        page, cell = rng.permutation(P)[:T], rng.integers(0, B, T)
+        page, offset = rng.permutation(P)[:T], rng.integers(0, B, T)
     else:  # from the middle of a page
         position = np.arange(T) + B // 2
-        page, cell = rng.permutation(P)[position // B], position % B
-    angle = None if turn is None else 100 * rng.random(turn.shape, np.float32)
+        page, offset = rng.permutation(P)[position // B], position % B
+    angle = None if rotary is None else 100 * rng.random(rotary[0].shape, np.float32)
+    q, k, v = (random_array(rng, x) for x in (q, new.k, new.v))
     return (
-        *(random_array(rng, x) for x in of_step),
-        None if angle is None else np.cos(angle),
-        None if angle is None else np.sin(angle),
+        q,
+        NewTokens(k, v, page.astype(np.int32), offset.astype(np.int32)),
+        None if angle is None else (np.cos(angle), np.sin(angle)),
         jax.tree.map(lambda x: random_array(rng, x), pages),
-        page.astype(np.int32),
-        cell.astype(np.int32),
     )
 
 
