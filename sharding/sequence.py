@@ -107,7 +107,7 @@ def attend_to_parts(
     if parts.split.count == 1:
         q, pages = _write(q, new, rotary, pages, backend)
         part = part_of_pages(parts.layout)
-        rows = RaggedRows(*parts.rows[:3])
+        rows = RaggedRows(parts.rows.q_start, parts.rows.kv_len, parts.rows.page_table)
         found: Any = paged_attention(
             q, rows, pages, variant, part=part, return_lse=True, backend=backend
         )

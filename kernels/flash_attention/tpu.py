@@ -85,8 +85,10 @@ def candidates(
     """Return the tilings worth measuring for the arguments of `flash_attention`."""
     features = features_of_call(variant, mask, score_mod)
     blocks, first = features.block_mask, heuristic(q, k, features)
-    divides = lambda t: blocks.q_block % t.q_tile == 0 and blocks.k_block % t.k_tile == 0
-    fits = lambda t: blocks is None or divides(t)
+
+    def fits(t: Tiling) -> bool:
+        return blocks is None or (blocks.q_block % t.q_tile == 0 and blocks.k_block % t.k_tile == 0)
+
     sizes = [(m, b) for m in (128, 256, 512, 1024) for b in (128, 256, 512, 1024, 2048)]
     T, S = max(q.shape[1], LANES), max(k.shape[1], LANES)
     found = [Tiling(m, b) for m, b in sizes if m * b <= 2**19 and m < 2 * T and b < 2 * S]

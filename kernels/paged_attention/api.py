@@ -41,12 +41,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-<<<<<<< HEAD
-from jaxinfer.kernels.attention_variant import check_variant
-from jaxinfer.kernels.batch_invariance import INVARIANT_TILE
-=======
 from jaxinfer.kernels.attention_variant import AttentionVariant
->>>>>>> eaaf496 (Group attention's arguments; no silent fall-back between backends)
+from jaxinfer.kernels.batch_invariance import INVARIANT_TILE
 from jaxinfer.kernels.dispatch import dispatch
 from jaxinfer.kernels.folding import fold_of, unfolding
 from jaxinfer.kernels.kv_pages import KVPages, is_quantized

@@ -79,7 +79,8 @@ def paged_attention(
     }
     plan = plan_of(tiling, q, pages.k, rows, **options)
     items = work_list(plan, rows.q_start, rows.kv_len)
-    k, v = pages.k, pages.v
+    k: Any = pages.k
+    v: Any = pages.v
     if plan.is_fp8:  # by its bits: not every GPU has the type
         k, v = (jax.lax.bitcast_convert_type(x, jnp.int8) for x in (k, v))
     # An operand that the kernel does not read is replaced by some other array.

@@ -66,6 +66,7 @@ def rope_and_write(
     if pages.k.dtype == jnp.float16 and not interpret:
         raise NotImplementedError("Mosaic loads no float16; use a bfloat16 or float32 cache")
     k, v, page, offset = new
+    x: Any
     if rotary is not None:
         q, k = rotate(q, *rotary), rotate(k, *rotary)
     rows = pages.k.shape[2]

@@ -2,6 +2,7 @@
 
 import jax
 import pytest
+from absl import logging
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from jaxinfer.kernels.dispatch import (
@@ -9,7 +10,9 @@ from jaxinfer.kernels.dispatch import (
     NoBackendError,
     device_kind,
     dispatch,
+    log_choice,
     platform,
+    sibling_in,
 )
 
 
@@ -117,3 +120,31 @@ def test_other_errors_are_not_taken_for_a_refusal(on_platform):
 
     with pytest.raises(ValueError, match="a real mistake"):
         dispatch("op", {"gpu": broken, "xla": takes("xla")}, None)
+
+
+@pytest.fixture
+def logged(monkeypatch):
+    lines = []
+    monkeypatch.setattr(logging, "info", lambda text, *values: lines.append(text % values))
+    log_choice.cache_clear()
+    yield lines
+    log_choice.cache_clear()
+
+
+def test_taken_backend_is_logged_once_with_the_reasons_of_the_others(on_platform, logged):
+    on_platform("gpu")
+    backends = {"hopper": declines("not a Hopper"), "gpu": takes("gpu"), "xla": takes("xla")}
+    for _ in range(3):  # as the layers of a program do
+        dispatch("op", backends, None)
+    dispatch("op", backends, "xla")
+    assert logged == [
+        "op: taken by gpu; declined by hopper: not a Hopper",
+        "op: taken by xla",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("forced", "expected"), [(None, None), ("gpu", "gpu"), ("hopper", "gpu"), ("tpu", "tpu")]
+)
+def test_forced_name_stays_on_its_platform_in_another_operator(forced, expected):
+    assert sibling_in({"xla": takes("xla"), "gpu": takes("gpu")}, forced) == expected

@@ -127,7 +127,7 @@ def test_what_triton_cannot_say_is_named_and_left_to_xla(mod, message):
 @needs_triton
 def test_a_head_of_another_size_is_left_to_xla():
     with pytest.raises(NoBackendError, match="head dim 48"):
-        flash_attention(*[jnp.ones((1, 4, 1, 48))] * 3, PLAIN, backend="gpu")
+        flash_attention(*[jnp.ones((1, 4, 1, 48))] * 3, variant=PLAIN, backend="gpu")
 
 
 @pytest.mark.parametrize("module", [tpu, gpu])

@@ -241,7 +241,7 @@ def test_what_does_not_fit_is_refused(monkeypatch, changes, message):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     with pytest.raises(ValueError, match=message):
         variant, mask, _ = grouped(options)
-        flash_attention(*arrays, variant, mask)
+        flash_attention(*arrays, variant=variant, mask=mask)
 
 
 def test_blocks_are_at_least_one():

@@ -21,10 +21,7 @@ from jaxinfer.kernels.paged_attention import AttentionVariant, RaggedRows, paged
 from jaxinfer.kernels.paged_attention.update import update_and_attend
 from jaxinfer.kernels.rope_and_write import rope_and_write, tpu
 from jaxinfer.nn.latent_attention import LatentConfig
-<<<<<<< HEAD
 from jaxinfer.nn.ragged import CacheShape
-from tests.support.attention_cases import TOLERANCE, Case, Shape, assert_close, make_case, oracle
-=======
 from tests.support.attention_cases import (
     TOLERANCE,
     Case,
@@ -34,7 +31,6 @@ from tests.support.attention_cases import (
     oracle,
     variant_of,
 )
->>>>>>> eaaf496 (Group attention's arguments; no silent fall-back between backends)
 
 pytestmark = pytest.mark.conformance
 
@@ -138,7 +134,7 @@ def test_batch_invariant_results_do_not_depend_on_company(backend):
 def test_kernels_that_read_pages_of_values_say_so(backend):
     with pytest.raises(NoBackendError, match="values are a part of the keys"):
         variant = AttentionVariant(1.0, value_dim=VALUE_DIM)
-        paged_attention(*keys_alone(make_case(MIXED, SMALL)), variant, backend=backend)
+        paged_attention(*keys_alone(make_case(MIXED, SMALL)), variant=variant, backend=backend)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +150,7 @@ def test_values_must_be_somewhere(has_values, value_dim, message):
     case = make_case(MIXED, SMALL)
     arguments = case.arrays() if has_values else keys_alone(case)
     with pytest.raises(ValueError, match=message):
-        paged_attention(*arguments, AttentionVariant(1.0, value_dim=value_dim))
+        paged_attention(*arguments, variant=AttentionVariant(1.0, value_dim=value_dim))
 
 
 @pytest.mark.parametrize("cache_dtype", ["float32", "int8"])

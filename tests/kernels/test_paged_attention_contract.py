@@ -178,7 +178,8 @@ def test_variants_out_of_range_are_refused_with_their_value(variant, message):
 
 @pytest.mark.parametrize("name", ["sinks", "alibi_slopes"])
 def test_numbers_of_heads_must_be_one_a_query_head(name):
-    variant = AttentionVariant(1.0, **{name: jnp.zeros(2)})
+    options: dict[str, Any] = {name: jnp.zeros(2)}
+    variant = AttentionVariant(1.0, **options)
     with pytest.raises(ValueError, match=rf"{name} has shape \(2,\); it must be \(4,\)"):
         variant.check(4)
 

@@ -122,7 +122,7 @@ def test_a_division_of_long_work_does_not_overflow():
 
 def plan_for(window: int | None, row_block: int) -> Any:
     """Of steps of 45 tokens and 5 rows."""
-    abstract = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    abstract: Any = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
     options = {"scale": 1.0, "window": window, "soft_cap": None, "is_split": True}
     flags = {name: False for name in ("has_sinks", "has_slopes", "has_scales", "has_lse")}
     rows: Any = RaggedRows(abstract(6), abstract(5), abstract(5, 8))

@@ -238,7 +238,8 @@ GPU = {"T": 64, "R": 4, "N": 4, "K": 2, "H": 64, "B": 16, "dtype": jnp.bfloat16,
 
 def _abstract(**changes: Any) -> tuple[Any, ...]:
     s = {**GPU, **changes}
-    spec, i32 = jax.ShapeDtypeStruct, lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+    spec = jax.ShapeDtypeStruct
+    i32: Any = lambda *shape: spec(shape, jnp.int32)
     pages = spec((8, s["K"], s["B"], s["H"]), s["pages"] or s["dtype"])
     q = spec((s["T"], s["N"], s["H"]), s["dtype"])
     rows: Any = RaggedRows(i32(s["R"] + 1), i32(s["R"]), i32(s["R"], 8))

@@ -228,6 +228,6 @@ def test_what_the_kernel_cannot_store_to_is_declined_with_the_reason():
     variant = AttentionVariant(1.0)
     with pytest.raises(NotImplementedError, match="a page has 4 rows; 8 are stored together"):
         tpu.update_and_attend(q, new, rows, pages, variant)
-    scaled = pages._replace(k_scales=pages.k[..., 0], v_scales=pages.v[..., 0])
+    scaled = pages._replace(k_scales=pages.k[..., 0], v_scales=pages.k[..., 0])
     with pytest.raises(NotImplementedError, match="the kernel does not quantize what it stores"):
         tpu.update_and_attend(q, new, rows, scaled, variant)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from jaxinfer.kernels.dispatch import NoBackendError
 from jaxinfer.kernels.kv_pages import KVPages, NewTokens, is_quantized, write
 from jaxinfer.kernels.paged_attention import (
     AttentionVariant,
@@ -110,10 +111,23 @@ def test_what_the_kernel_does_not_store_is_stored_first():
     variant = AttentionVariant(0.25)
     declines = mock.Mock(side_effect=NotImplementedError("quantized"))
     with mock.patch.dict(update.UPDATE_BACKENDS, {"xla": declines}):
-        out, _ = update_and_attend(*arguments, variant, rotary=rotary, backend="xla")
+        out, _ = update_and_attend(*arguments, variant=variant, rotary=rotary, backend="xla")
     assert declines.called
     expected, _ = in_parts(arguments, rotary, variant)
     assert np.linalg.norm(out - expected) <= 1e-5 * np.linalg.norm(expected)
+
+
+def test_forced_backend_that_cannot_write_is_an_error():
+    """No other backend stores the tokens in its stead, whatever the platform prefers."""
+    *arguments, rotary = step()
+    declines = mock.Mock(side_effect=NotImplementedError("no store"))
+    variant = AttentionVariant(0.25)
+    with (
+        mock.patch.dict(update.BACKENDS, {"gpu": declines}),
+        pytest.raises(NoBackendError, match="no backend of rope_and_write took the call:\n  gpu"),
+    ):
+        update_and_attend(*arguments, variant=variant, rotary=rotary, backend="hopper")
+    assert declines.called
 
 
 @pytest.mark.parametrize("backend", ["xla", "tpu"])
@@ -125,4 +139,4 @@ def test_options_out_of_range_are_refused_whoever_would_run_them(backend, option
     *arguments, rotary = step()
     with pytest.raises(ValueError, match=message):
         variant = AttentionVariant(1.0, **options)
-        update_and_attend(*arguments, variant, rotary=rotary, backend=backend)
+        update_and_attend(*arguments, variant=variant, rotary=rotary, backend=backend)

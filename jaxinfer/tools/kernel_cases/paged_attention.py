@@ -119,8 +119,8 @@ def update_case(heads: Heads, batch: Batch, page_size: int = 64, **changes: Any)
     read = attention_case(heads, batch, page_size, **changes)
     q, *rest = read.arguments
     T, K, H = batch.num_tokens, heads.num_kv_heads, heads.head_dim
-    new = jax.ShapeDtypeStruct((T, K, H), q.dtype)
-    token = jax.ShapeDtypeStruct((T,), jnp.int32)
+    new: Any = jax.ShapeDtypeStruct((T, K, H), q.dtype)
+    token: Any = jax.ShapeDtypeStruct((T,), jnp.int32)
 
     def make(rng: np.random.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
         (real_q, rows, *others), options = read.make(rng)
@@ -153,7 +153,7 @@ def _work(batch: Batch, window: int | None) -> tuple[int, int]:
     return pairs, num_cached
 
 
-def torch_peer(q: Any, rows: RaggedRows, pages: KVPages, variant: AttentionVariant):
+def torch_peer(q: Any, rows: Any, pages: KVPages, variant: AttentionVariant):
     """Return PyTorch's `scaled_dot_product_attention` over a dense cache of rows of one length:
     pages are gathered beforehand, so that it follows no table."""
     import torch.nn.functional as F

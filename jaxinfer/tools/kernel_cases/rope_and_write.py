@@ -81,10 +81,11 @@ def _made(rng: np.random.Generator, arguments: tuple[Any, ...]) -> tuple[Any, ..
         position = np.arange(T) + B // 2
         page, offset = rng.permutation(P)[position // B], position % B
     angle = None if rotary is None else 100 * rng.random(rotary[0].shape, np.float32)
-    q, k, v = (random_array(rng, x) for x in (q, new.k, new.v))
+    ids: Any = page.astype(np.int32), offset.astype(np.int32)
+    made: Any = [random_array(rng, x) for x in (q, new.k, new.v)]
     return (
-        q,
-        NewTokens(k, v, page.astype(np.int32), offset.astype(np.int32)),
+        made[0],
+        NewTokens(*made[1:], *ids),
         None if angle is None else (np.cos(angle), np.sin(angle)),
         jax.tree.map(lambda x: random_array(rng, x), pages),
     )
