@@ -2,7 +2,7 @@
 
 jaxinfer serve -> process -> grpc_server, http -> service -> loop -> Engine
 
-`Client` and `AsyncClient` talk to its gRPC door.
+`Client` and `AsyncClient` are clients of its gRPC endpoint.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["AsyncClient", "Client", "RpcError"]
 
 
 def __getattr__(name: str) -> Any:
-    """The client at first use: who serves over HTTP alone needs no gRPC."""
+    """Import the client at its first use: a server of HTTP alone needs no gRPC."""
     if name in __all__:
         return getattr(importlib.import_module("jaxinfer.serving.client"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

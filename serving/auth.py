@@ -1,8 +1,8 @@
-"""API keys: who may call, from a file that the operator keeps.
+"""API keys, from a file that the operator maintains.
 
-One key a line, bare or as `name:key`; empty lines and lines that begin with `#` are skipped. A key
-is compared as a SHA-256 digest, in constant time, with every key there is: how long an answer takes
-tells nothing about any of them. The keys themselves are not kept.
+The file has one key a line, bare or as `name:key`; empty lines and lines that begin with `#` are
+skipped. A presented key is compared as a SHA-256 digest, in constant time, with every known key, so
+that the response time reveals nothing about them. The keys themselves are not stored.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pathlib import Path
 
 from jaxinfer.options import ConfigError
 
-MIN_KEY_LEN = 8  # characters; a shorter one is a slip of the editor, or can be guessed
+MIN_KEY_LEN = 8  # characters; a shorter key is a typing error, or can be guessed
 
 
 class ApiKeys:
-    """The keys that are let in, each with the name that goes to the log."""
+    """The accepted keys, each with the name that appears in the log."""
 
     def __init__(self, keys: Iterable[tuple[str, str]]):
         """`keys` are (name, key)."""
@@ -26,9 +26,9 @@ class ApiKeys:
 
     @classmethod
     def from_file(cls, path: str | Path) -> ApiKeys:
-        """Read a file of keys; `ConfigError` with every problem in it, none of which shows a key.
+        """Read a file of keys; raises `ConfigError` with all its problems, without showing a key.
 
-        A key without a name is called `line-` and its line's number.
+        A key without a name is named `line-` and the number of its line.
         """
         try:
             text = Path(path).read_text(encoding="utf-8")
@@ -48,7 +48,7 @@ class ApiKeys:
             else:
                 names_by_key[key] = name
         if not problems and not names_by_key:
-            problems.append("there is no key in it; write one a line, or name:key")
+            problems.append("it contains no key; write one a line, or name:key")
         if problems:
             raise ConfigError(f"API keys file {path}: {'; '.join(problems)}")
         return cls((name, key) for key, name in names_by_key.items())
@@ -57,17 +57,17 @@ class ApiKeys:
         return len(self._names_by_digest)
 
     def name_of(self, token: str | None) -> str | None:
-        """Whose key this is; None: nobody's."""
+        """The name of the key `token`; None for an unknown key."""
         digest = _digest(token or "")
         found = None
-        for known, name in self._names_by_digest.items():  # all of them: no early exit
+        for known, name in self._names_by_digest.items():  # no early exit: constant time
             if hmac.compare_digest(known, digest):
                 found = name
         return found
 
 
 def bearer_token(authorization: str | None) -> str | None:
-    """The token of an `Authorization: Bearer TOKEN` header's value; None where there is none."""
+    """The token in the value of an `Authorization: Bearer TOKEN` header; None if it has none."""
     scheme, _, token = (authorization or "").strip().partition(" ")
     return token.strip() or None if scheme.lower() == "bearer" else None
 
@@ -82,11 +82,11 @@ def _problem(name: str, key: str, names_by_key: dict[str, str]) -> str | None:
     if not key:
         return "there is no key after the colon"
     if not all("!" <= char <= "~" for char in key):
-        return "a key may hold printable ASCII characters alone, without spaces"
+        return "a key may contain only printable ASCII characters, without spaces"
     if len(key) < MIN_KEY_LEN:
-        return f"the key has {len(key)} characters; it needs {MIN_KEY_LEN} at least"
+        return f"the key has {len(key)} characters; it needs at least {MIN_KEY_LEN}"
     if key in names_by_key:
-        return f"the key is that of {names_by_key[key]!r} again"
+        return f"the key repeats that of {names_by_key[key]!r}"
     if name in names_by_key.values():
-        return f"the name {name!r} is taken by an earlier line"
+        return f"the name {name!r} is used by an earlier line"
     return None

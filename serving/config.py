@@ -1,4 +1,4 @@
-"""The server's own options: the `[serving]` table of a preset, beside the engine's keys."""
+"""The server's options: the `[serving]` table of a preset."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from jaxinfer.options import (
 
 @dataclasses.dataclass(frozen=True)
 class LimitsConfig:
-    """What the server takes on at once; see `serving/loop.py` for the rules."""
+    """Limits on what the server takes on at once; `serving/loop.py` states the rules."""
 
     max_waiting: int = at_least(0, 256)  # requests beyond scheduler.max_num_seqs
-    max_waiting_texts: int = at_least(0, 4096)  # the same of an encoder, which takes many at once
-    max_waiting_tokens: int = at_least(1, 1_000_000)  # prompt tokens that wait for a first token
-    max_unread_tokens: int = at_least(1, 4096)  # output a client may leave unread; then it is cut
-    max_body_bytes: int = at_least(1, 2**20)  # of an HTTP request or a gRPC message
-    max_nesting: int = at_least(1, 32)  # brackets within brackets, of a JSON body
-    timeout_s: float = at_least(1e-3, 600.0)  # of requests that name none; the most to name
-    send_timeout_s: float = at_least(0, 60.0)  # a client that takes no byte for so long is cut
+    max_waiting_texts: int = at_least(0, 4096)  # the same for an encoder's texts
+    max_waiting_tokens: int = at_least(1, 1_000_000)  # prompt tokens without a first output token
+    max_unread_tokens: int = at_least(1, 4096)  # unread output after which a client is cut off
+    max_body_bytes: int = at_least(1, 2**20)  # HTTP body or gRPC message
+    max_nesting: int = at_least(1, 32)  # nesting depth of a JSON body
+    timeout_s: float = at_least(1e-3, 600.0)  # default and maximum of a request's timeout
+    send_timeout_s: float = at_least(0, 60.0)  # of a client that reads no byte; 0: none
 
 
 @dataclasses.dataclass(frozen=True)
 class TlsConfig:
-    """PEM files. With `client_ca` clients must show a certificate signed by it (mutual TLS)."""
+    """PEM files. With `client_ca` clients must present a certificate it signed (mutual TLS)."""
 
     certificate: str | None = None
     key: str | None = None
@@ -41,22 +41,25 @@ class TlsConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ServingConfig:
-    """How the server listens, whom it lets in, and how it ends. Port 0: any free one; None: off."""
+    """Where the server listens, who may call it and how it shuts down.
+
+    Port 0 takes any free port; None turns the protocol off.
+    """
 
     host: str = "127.0.0.1"
     http_port: int | None = at_least(0, 8000, at_most=65535)
     grpc_port: int | None = at_least(0, 9000, at_most=65535)
     limits: LimitsConfig = LimitsConfig()
-    tls: TlsConfig = TlsConfig()  # for both doors
+    tls: TlsConfig = TlsConfig()  # of HTTP and gRPC
     api_keys_file: str | None = None  # `name:key` or a key a line; None: open to everybody
-    model_name: str | None = None  # what clients call the model; None: the checkpoint's name
-    cors_origins: tuple[str, ...] = ()  # web pages of these origins may call; none by default
+    model_name: str | None = None  # as clients name the model; None: the checkpoint's
+    cors_origins: tuple[str, ...] = ()  # web origins that may call
     page: bool = True  # the chat page at /
-    log_prompts: bool = False  # prompt and output text in the request log
-    drain_s: float = at_least(0, 30.0)  # after SIGTERM, for what is in flight
+    log_prompts: bool = False  # log prompt and output texts
+    drain_s: float = at_least(0, 30.0)  # time for requests to finish after SIGTERM
     watchdog_s: float = at_least(0, 120.0)  # a step that takes longer ends the process; 0: off
-    keepalive_s: float = at_least(1, 30.0)  # HTTP keep-alive, and the interval of gRPC's pings
-    otlp_endpoint: str | None = None  # where traces go (needs the extra `tracing`)
+    keepalive_s: float = at_least(1, 30.0)  # HTTP keep-alive, and interval of gRPC pings
+    otlp_endpoint: str | None = None  # collector of traces (needs the extra `tracing`)
 
     def __post_init__(self):
         problems = list(range_problems(self, "serving."))
@@ -73,9 +76,9 @@ class ServingConfig:
 def load_configs(
     preset: str | None = None, overrides: Iterable[str] = ()
 ) -> tuple[EngineConfig, ServingConfig]:
-    """Engine and server options of a preset and `key.path=value` overrides.
+    """The engine's and the server's options, of a preset and `key.path=value` overrides.
 
-    The server's keys are under `serving.`. Raises `ConfigError` with every problem at once.
+    The server's keys begin with `serving.`. Raises `ConfigError` with all problems at once.
     """
     keys = merge(load_preset(preset) if preset else {}, parse_overrides(overrides))
     table = keys.pop("serving", {})

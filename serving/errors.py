@@ -1,8 +1,8 @@
-"""Why a request was not served: one list of kinds for both doors.
+"""The errors of requests: one list of kinds for HTTP and gRPC.
 
-A door translates the kind into its own protocol's code (`grpc_status`, `http_status`) and passes
-the text on. Whatever is not a `ServiceError` is a defect of the server, and reaches a client as
-INTERNAL without its text.
+Each protocol translates the kind into its own code (`grpc_status`, `http_status`) and passes the
+text on. Any other exception is a defect of the server, and reaches the client as INTERNAL without
+its text.
 """
 
 from __future__ import annotations
@@ -11,10 +11,14 @@ import enum
 
 
 class ErrorKind(enum.Enum):
-    """name = (gRPC status name, HTTP status, OpenAI's `type`)"""
+    """Each value is (gRPC status name, HTTP status, OpenAI's `type`)."""
 
     INVALID = ("INVALID_ARGUMENT", 400, "invalid_request_error")
-    WRONG_MODEL = ("FAILED_PRECONDITION", 400, "wrong_model_error")  # it does not do that
+    WRONG_MODEL = (
+        "FAILED_PRECONDITION",
+        400,
+        "wrong_model_error",
+    )  # a request to generate to an encoder, or the reverse
     UNAUTHENTICATED = ("UNAUTHENTICATED", 401, "authentication_error")
     NOT_FOUND = ("NOT_FOUND", 404, "not_found_error")
     TOO_LARGE = ("RESOURCE_EXHAUSTED", 413, "invalid_request_error")
@@ -43,8 +47,8 @@ class ErrorKind(enum.Enum):
 class ServiceError(Exception):
     """A request that is refused or fails; the text names the value, the limit and the way out.
 
-    `field` is the input at fault, where it is one. `retry_after_s` says when another try makes
-    sense.
+    `field` names the input at fault, if there is one. `retry_after_s` is the time after which
+    a retry makes sense.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What goes into the service and what comes out of it, whichever door it takes."""
+"""The types of requests to the service and of their results, independent of the protocol."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from jaxinfer.engine.request import FinishReason, TokenLogprobs
 from jaxinfer.sampling.params import SamplingParams
 
-# The roles that clients may name, and what chat templates call them.
+# The roles that clients may use, and their names in chat templates.
 CHAT_ROLES = {
     "system": "system",
     "developer": "system",
@@ -22,34 +22,34 @@ CHAT_ROLES = {
 
 @dataclasses.dataclass(frozen=True)
 class Chat:
-    """A conversation, to be put through the model's chat template."""
+    """A conversation, to be rendered by the model's chat template."""
 
     messages: Sequence[Mapping[str, Any]]
 
 
-# More numbers are not written in the event loop: as text, 65,536 take some 25 ms.
+# Larger arrays are not serialized in the event loop: 65,536 numbers take some 25 ms as text.
 LARGE_ARRAY = 65_536
 Prompt = str | Sequence[int] | Chat  # text, token ids, or a conversation
 
 
 @dataclasses.dataclass(frozen=True)
 class GenerationRequest:
-    """One prompt. `params` is what `Service.params` makes of the fields that the client set."""
+    """A request to generate from one prompt. `params` come from `Service.params`."""
 
     prompt: Prompt
     params: SamplingParams
-    request_id: str | None = None  # None: the service makes one
+    request_id: str | None = None  # None: the loop chooses one
     priority: int = 0  # smaller is served first; needs scheduler.policy=priority
     cache_salt: str = ""  # requests with different salts share no cached pages
-    timeout_s: float | None = None  # seconds from now until it is given up; None: the server's
-    protocol: str = ""  # "http" or "grpc": for logs and metrics
-    user: str = ""  # for the log: whom the client names as its user, or the name of its key
-    operation: str = "text_completion"  # for traces, in their words
+    timeout_s: float | None = None  # deadline from submission; None: the server's
+    protocol: str = ""  # "http" or "grpc", for logs and metrics
+    user: str = ""  # for the log: the user that the client names, or the name of its key
+    operation: str = "text_completion"  # for traces: OpenTelemetry's name of it
 
 
 @dataclasses.dataclass(frozen=True)
 class EmbeddingRequest:
-    """Texts, or lists of token ids, to embed; see `LLM.embed` for what the fields mean."""
+    """A request to embed texts, or lists of token ids; `LLM.embed` explains the fields."""
 
     inputs: Sequence[str | Sequence[int]]
     normalize: bool | None = None
@@ -64,30 +64,30 @@ class EmbeddingRequest:
 
 @dataclasses.dataclass(frozen=True)
 class Embeddings:
-    """The vectors of a request's inputs, in order, and how many tokens each of them has."""
+    """The vectors of a request's inputs, in order, and the token count of each input."""
 
     vectors: np.ndarray  # float32 [inputs, dimensions]
     num_tokens: list[int]
 
     @property
     def is_large(self) -> bool:
-        """Whether a door has to write it in another thread, vector by vector."""
+        """Whether it is to be serialized in another thread, vector by vector."""
         return self.vectors.size > LARGE_ARRAY
 
 
 class Delta(NamedTuple):
-    """What a request brought since the delta before, for one of its `n` samples."""
+    """The new output of one of a request's `n` samples since its previous delta."""
 
     index: int
     text: str  # whole characters, never part of a stop string
     token_ids: list[int]
-    logprobs: list[TokenLogprobs]  # one a token where `params.logprobs` asks, else empty
+    logprobs: list[TokenLogprobs]  # one a token if `params.logprobs` is set, else empty
     finish_reason: FinishReason | None  # set in a sample's last delta
-    embedding: np.ndarray | None = None  # of an encoder: float32 [D], as pooled
+    embedding: np.ndarray | None = None  # an encoder's: float32 [D], as pooled
 
     @classmethod
     def joined(cls, deltas: Sequence[Delta]) -> Delta:
-        """Deltas of one sample that follow each other, as one."""
+        """Consecutive deltas of one sample, joined."""
         if len(deltas) == 1:
             return deltas[0]
         return cls(
@@ -96,13 +96,13 @@ class Delta(NamedTuple):
             [token_id for delta in deltas for token_id in delta.token_ids],
             [entry for delta in deltas for entry in delta.logprobs],
             deltas[-1].finish_reason,
-            deltas[-1].embedding,  # it comes with the end
+            deltas[-1].embedding,  # it is in the last delta
         )
 
 
 @dataclasses.dataclass
 class Usage:
-    """Tokens of a request so far; output counts all samples."""
+    """Token counts of a request so far; the output is that of all samples."""
 
     prompt_tokens: int
     cached_tokens: int = 0  # of the prompt: found in the prefix cache
@@ -111,7 +111,7 @@ class Usage:
 
 @dataclasses.dataclass
 class Timing:
-    """Seconds since the service took the request; None: not yet, or never."""
+    """Seconds since the service received the request; None: not yet, or never."""
 
     queue_s: float | None = None  # until the scheduler first admitted it
     first_token_s: float | None = None
@@ -120,9 +120,9 @@ class Timing:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """A whole answer: `Stream.collect`."""
+    """The complete output of a request; see `Stream.collect`."""
 
-    samples: list[Delta]  # one a sample, complete, by index
-    prompt_logprobs: list[TokenLogprobs | None] | None  # by position, where asked for
+    samples: list[Delta]  # complete, one a sample, by index
+    prompt_logprobs: list[TokenLogprobs | None] | None  # by position; None: not requested
     usage: Usage
     timing: Timing

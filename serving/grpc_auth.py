@@ -1,4 +1,4 @@
-"""Who may call the gRPC door: a bearer token in the metadata, checked before a message is read."""
+"""Authentication of gRPC calls by a bearer token, before a message is read."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import grpc
 
 from jaxinfer.serving.auth import ApiKeys, bearer_token
 
-OPEN_PREFIX = "/grpc.health.v1.Health/"  # probes of a supervisor carry no key
+OPEN_PREFIX = "/grpc.health.v1.Health/"  # probes of supervisors carry no key
 REFUSAL = (
-    "this server needs an API key, and the call has none that it knows: send the metadata "
+    "this server needs an API key, and the call carries no known one; send the metadata "
     "'authorization: Bearer KEY'"
 )
 
 
 def caller_name(metadata: Any, keys: ApiKeys) -> str | None:
-    """The name of the key that a call carries in its metadata; None: it carries none of `keys`."""
+    """The name of the key in a call's metadata; None if it carries none of `keys`."""
     for name, value in metadata or ():
         if name == "authorization":
             return keys.name_of(bearer_token(value))
@@ -25,14 +25,14 @@ def caller_name(metadata: Any, keys: ApiKeys) -> str | None:
 
 
 class BearerAuth(grpc.aio.ServerInterceptor):
-    """Lets calls pass that carry one of `keys`; refuses others as UNAUTHENTICATED, whatever they
-    ask for. Health checks are open.
+    """Passes calls that carry one of `keys`, and health checks; refuses all others as
+    UNAUTHENTICATED.
     """
 
     def __init__(self, keys: ApiKeys, on_refused: Callable[[], None]):
         self._keys = keys
         self._on_refused = on_refused
-        # Of this kind, whatever the method's: it answers before any message is read.
+        # Stream to stream, whatever the method is: it aborts before any message is read.
         self._refusal = grpc.stream_stream_rpc_method_handler(_refuse)
 
     async def intercept_service(

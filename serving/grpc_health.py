@@ -1,4 +1,4 @@
-"""The standard health service of gRPC, as this server needs it."""
+"""The standard health service of gRPC, with limits on watchers."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import asyncio
 import grpc
 from grpc_health.v1 import health, health_pb2
 
-MAX_WATCHES = 256  # of health, at once: nobody needs a key for one
-MAX_NAME_LEN = 256  # of a service that is asked after
+MAX_WATCHES = 256  # concurrent; watching needs no key
+MAX_NAME_LEN = 256  # characters of a service's name
 
 
 class HealthServicer(health.aio.HealthServicer):  # type: ignore[attr-defined]  # stubs lack aio
-    """The standard one, whose watchers do not hold up the end of the server."""
+    """The standard servicer, except that its watchers do not delay the shutdown."""
 
     def __init__(self):
         super().__init__()
@@ -22,7 +22,7 @@ class HealthServicer(health.aio.HealthServicer):  # type: ignore[attr-defined]  
         self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
     ) -> None:
         if len(self._watches) >= MAX_WATCHES or len(request.service) > MAX_NAME_LEN:
-            text = f"at most {MAX_WATCHES} watch at once, names of {MAX_NAME_LEN} characters"
+            text = f"at most {MAX_WATCHES} watches, of names up to {MAX_NAME_LEN} characters"
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
         watch = asyncio.timeout(None)
         try:
@@ -35,7 +35,7 @@ class HealthServicer(health.aio.HealthServicer):  # type: ignore[attr-defined]  
             self._watches.discard(watch)
 
     async def end(self) -> None:
-        """Everything is NOT_SERVING from now on, and nobody watches any more."""
+        """Report NOT_SERVING for everything, and end all watches."""
         await self.enter_graceful_shutdown()
         now = asyncio.get_running_loop().time()
         for watch in self._watches:

@@ -1,4 +1,4 @@
-"""A `ServiceError` as a gRPC status: code, text, and what the trailing metadata adds to it.
+"""Converts a `ServiceError` to a gRPC status: code, text and trailing metadata.
 
 field         the input at fault; also in google.rpc.BadRequest
 retry-after   seconds; also in google.rpc.RetryInfo
@@ -18,20 +18,20 @@ from jaxinfer.serving.errors import ServiceError
 DETAILS_KEY = "grpc-status-details-bin"
 FIELD_KEY = "field"
 RETRY_AFTER_KEY = "retry-after"
-# Status and metadata travel in headers, of which receivers take 8 KiB (gRPC's default). The text is
-# in there three times, percent-encoded (up to 3 bytes for one) and twice in base64.
+# Status and metadata are sent as headers, of which receivers accept 8 KiB (gRPC's default). They
+# contain the text three times: percent-encoded (up to 3 bytes a byte) and twice in base64.
 MAX_TEXT_BYTES = 1000
 
 
 async def abort(context: grpc.aio.ServicerContext, error: ServiceError) -> NoReturn:
-    """End a call with `error`; raises what the server expects of an ended call."""
+    """End a call with `error`; never returns, since `context.abort` raises."""
     code = grpc.StatusCode[error.kind.grpc_status]
-    text = _shortened(error.message)
+    text = _truncate(error.message)
     await context.abort(code, text, _trailing_metadata(code, text, error))
     raise AssertionError("abort returned")
 
 
-def _shortened(text: str) -> str:
+def _truncate(text: str) -> str:
     data = text.encode("utf-8", "replace")
     return data[:MAX_TEXT_BYTES].decode("utf-8", "ignore") + (
         "..." if len(data) > MAX_TEXT_BYTES else ""

@@ -1,4 +1,4 @@
-"""TLS of the gRPC door, from PEM files that are checked before the server listens."""
+"""TLS credentials of the gRPC server, from PEM files checked before it listens."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from jaxinfer.serving.config import TlsConfig
 
 
 def server_credentials(tls: TlsConfig) -> grpc.ServerCredentials | None:
-    """What the server shows, and with `client_ca` demands; None where there is no certificate.
+    """The server's credentials, which with `client_ca` require a client's; None without TLS.
 
-    `ConfigError` for a file that cannot be used: gRPC itself would say nothing until a client
-    fails to connect.
+    Raises `ConfigError` for a file that cannot be used: gRPC itself would report nothing until
+    a client fails to connect.
     """
     if tls.certificate is None or tls.key is None:
         return None
@@ -43,5 +43,5 @@ def server_credentials(tls: TlsConfig) -> grpc.ServerCredentials | None:
 
 
 def _refuse_password() -> str:
-    """Called for an encrypted key, which gRPC cannot read."""
+    """The password callback: it is called for an encrypted key, which gRPC cannot read."""
     raise ValueError("the key is encrypted, which is not supported")

@@ -1,4 +1,4 @@
-"""Whether the server is up and whether it takes requests: one state, for probes and both doors."""
+"""The state of the server, for probes and for both protocols."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from absl import logging
 
 
 class State(enum.Enum):
-    """In the order in which a server passes through them."""
+    """The states, in the order in which a server passes through them."""
 
     STARTING = 0  # loading, compiling
     SERVING = 1
-    DRAINING = 2  # finishing what is under way; nothing new is taken
+    DRAINING = 2  # finishing its requests, accepting no new ones
     DEAD = 3  # the engine is lost; the process is about to end
 
 
 class Health:
-    """A server's state. It only moves forward: a `set` back to an earlier state has no effect, so a
-    server that was told to stop while it loaded never becomes ready.
+    """The state of a server. It only moves forward: setting an earlier state has no effect, so that
+    a server that is told to stop while it loads never becomes ready.
 
-    `set` and `subscribe` are for the event loop's thread; reading is for any.
+    `set` and `subscribe` are for the event loop's thread; any thread may read.
     """
 
     def __init__(self):
@@ -30,16 +30,16 @@ class Health:
 
     @property
     def is_live(self) -> bool:
-        """False: only a new process helps."""
+        """False: the process has to be restarted."""
         return self.state is not State.DEAD
 
     @property
     def is_ready(self) -> bool:
-        """Requests are taken."""
+        """Whether requests are accepted."""
         return self.state is State.SERVING
 
     def set(self, state: State) -> None:
-        """Move forward to `state` and tell who subscribed; a callback that raises is logged."""
+        """Move forward to `state` and notify the subscribers; exceptions of theirs are logged."""
         if state.value <= self.state.value:
             return
         self.state = state
@@ -47,8 +47,8 @@ class Health:
             try:
                 callback(state)
             except Exception:
-                logging.exception("a subscriber failed on health %s", state.name)
+                logging.exception("a subscriber failed at health state %s", state.name)
 
     def subscribe(self, callback: Callable[[State], None]) -> None:
-        """Call `callback` with each later state; what the state is now is in `state`."""
+        """Call `callback` with each later state, but not with the current one."""
         self._callbacks.append(callback)

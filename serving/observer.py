@@ -1,4 +1,4 @@
-"""Who is told what the engine's loop does: metrics, the request log, traces."""
+"""Observers of the engine loop: metrics, the request log and traces."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxinfer.serving.stream import Stream
 
 @dataclasses.dataclass(frozen=True)
 class Observer:
-    """Called in the event loop's thread, `on_delta` once a token: it must be quick."""
+    """Callbacks in the event loop's thread. `on_delta` runs once a token and must be fast."""
 
     on_step: Callable[[EngineStats], None] = lambda stats: None
     on_delta: Callable[[Stream, Delta], None] = lambda stream, delta: None
@@ -22,7 +22,7 @@ class Observer:
 
 
 class Observers:
-    """All of them; one that fails is logged, and costs nobody a token."""
+    """Calls all observers. An exception of one is logged and does not affect the requests."""
 
     def __init__(self, observers: Sequence[Observer]):
         self._observers = tuple(observers)

@@ -1,4 +1,4 @@
-"""The server before its model is there: ports, and what HTTP answers meanwhile."""
+"""The server while its model is loaded: its ports, and its HTTP responses."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ RETRY_S = 5.0
 
 
 class StartupApp:
-    """The HTTP application until there is one, so that a probe can tell a process that loads from
-    one that is gone: `/health/live` answers 200 and everything else 503. Then `app` answers.
+    """The HTTP application while the model is loaded, then a proxy of `app`.
+
+    Until `app` is set, `/health/live` answers 200 and everything else 503, so that a probe can tell
+    a process that is loading from one that has died.
     """
 
     def __init__(self, health: Health):
@@ -30,9 +32,9 @@ class StartupApp:
         if self.app is not None:
             await self.app(scope, receive, send)
         elif scope["type"] == "http":
-            await self._answer(scope["path"])(scope, receive, send)
+            await self._respond(scope["path"])(scope, receive, send)
 
-    def _answer(self, path: str) -> ASGIApp:
+    def _respond(self, path: str) -> ASGIApp:
         if path == "/health/live" and self._health.is_live:
             return json_response(b'{"status": "starting"}')
         text = "the model is being loaded; try again soon"
@@ -42,11 +44,11 @@ class StartupApp:
 
 @contextlib.contextmanager
 def port_errors(host: str, port: int, option: str) -> Iterator[None]:
-    """Turns the `OSError` of a port that cannot be had into a `ConfigError`; `option` sets it."""
+    """Convert the `OSError` of an unusable port to a `ConfigError` that names its `option`."""
     try:
         yield
     except OSError as error:
-        # A name that is not found has a number of its own kind.
+        # The error of an unknown host name has a number of another kind.
         is_name = isinstance(error, socket.gaierror)
         reason = error.strerror if is_name else os.strerror(error.errno or 0)
         raise ConfigError(
@@ -56,7 +58,7 @@ def port_errors(host: str, port: int, option: str) -> Iterator[None]:
 
 
 def check_port(host: str, port: int, option: str) -> None:
-    """Raise the `ConfigError` of a port that cannot be listened on; it is free again after."""
+    """Raise `ConfigError` if the port cannot be listened on; does not keep it."""
     with port_errors(host, port, option):
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         socket.create_server((host, port), family=family).close()

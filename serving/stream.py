@@ -1,4 +1,4 @@
-"""One request under way, as its client sees it."""
+"""The output stream of one request."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from jaxinfer.serving.generation import Delta, GenerationRequest, Result, Timing
 
 
 class Stream:
-    """One request under way: an asynchronous iterator of deltas, of all its samples as they come.
+    """An asynchronous iterator of the deltas of one request, of all its samples as they arrive.
 
-    It ends after every sample's last delta, or raises the `ServiceError` that ended it (again, if
-    read again). Whoever stops reading before the end has to `cancel`.
+    It ends after the last delta of every sample, or raises the `ServiceError` that ended the
+    request, at every further read too. A reader that stops before the end has to `cancel`.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class Stream:
         self.request = request
         self.prompt_token_ids = prompt_token_ids
         self.submitted_at = submitted_at  # by the monotonic clock
-        self.deadline = submitted_at  # for the loop: set when it takes the request
+        self.deadline = submitted_at  # set by the loop when it accepts the request
         self.usage = Usage(len(prompt_token_ids))
         self.timing = Timing()
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
@@ -40,11 +40,11 @@ class Stream:
         self._unread: dict[int, list[Delta]] = {}  # by sample
         self._num_unread = 0  # tokens
         self._wake = asyncio.Event()
-        self.timer: asyncio.TimerHandle | None = None  # for the loop: rings at the deadline
+        self.timer: asyncio.TimerHandle | None = None  # the loop's, of the deadline
 
     @property
     def is_finished(self) -> bool:
-        """Nothing more will come; deltas may still be unread."""
+        """No further delta will arrive; some may still be unread."""
         return self.error is not None or self.num_unfinished == 0
 
     def __aiter__(self) -> AsyncIterator[Delta]:
@@ -63,7 +63,7 @@ class Stream:
         return delta
 
     async def collect(self) -> Result:
-        """Read it to the end: the whole answer."""
+        """Read to the end and return the complete output."""
         parts: dict[int, list[Delta]] = {}
         async for delta in self:
             parts.setdefault(delta.index, []).append(delta)
@@ -71,17 +71,17 @@ class Stream:
         return Result(samples, self.prompt_logprobs, self.usage, self.timing)
 
     def cancel(self) -> None:
-        """Give it up; no effect once it has ended."""
+        """Cancel the request; no effect once it has ended."""
         self._on_cancel(self)
 
     def push(self, delta: Delta) -> None:
-        """For the loop: hand over what has come; returns at once."""
+        """Add a delta; for the loop."""
         self._unread.setdefault(delta.index, []).append(delta)
         self._num_unread += len(delta.token_ids)
         self._wake.set()
 
     def fail(self, error: ServiceError) -> None:
-        """For the loop: it ends with `error`; what is unread is dropped."""
+        """End with `error` and drop unread deltas; for the loop."""
         self.error = error
         self._unread.clear()
         self._num_unread = 0
@@ -89,5 +89,5 @@ class Stream:
 
     @property
     def num_unread(self) -> int:
-        """Tokens that have come and have not been read."""
+        """The number of tokens that have arrived and have not been read."""
         return self._num_unread

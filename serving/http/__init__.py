@@ -1,4 +1,4 @@
-"""The OpenAI-compatible door.
+"""The OpenAI-compatible HTTP server.
 
-uvicorn -> gate (id, key, room) -> FastAPI routes -> answer (one stream of the service) -> writers
+uvicorn -> middleware (id, key, capacity) -> FastAPI routes -> GenerationResponse -> serializers
 """

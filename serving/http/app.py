@@ -1,4 +1,4 @@
-"""The FastAPI app: its routes, and what stands before them."""
+"""The FastAPI app: its routes and its middleware."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ from jaxinfer.serving.http.request_schema import (
 )
 from jaxinfer.serving.http.response_schema import (
     ChatCompletion,
+    ChatCompletionChunk,
     Completion,
+    CompletionChunk,
     EmbeddingList,
     HealthBody,
     Model,
@@ -53,12 +55,12 @@ def build_app(
     health: Health,
     metrics: Metrics,
 ) -> FastAPI:
-    """The whole HTTP door. `keys` None: open to everybody."""
+    """The ASGI application of the HTTP server. Without `keys` everybody may call."""
     app = FastAPI(
         title="jaxinfer",
         version=importlib.metadata.version("jaxinfer"),
         description="An OpenAI-compatible server for one model.",
-        docs_url=None,  # they load scripts from elsewhere
+        docs_url=None,  # these pages load scripts from other hosts
         redoc_url=None,
         redirect_slashes=False,
     )
@@ -86,7 +88,12 @@ def build_app(
 
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:
-            app.openapi_schema = openapi_document(app, service.model, has_keys=keys is not None)
+            app.openapi_schema = openapi_document(
+                app,
+                service.model,
+                max_timeout_s=config.limits.timeout_s,
+                has_keys=keys is not None,
+            )
         return app.openapi_schema
 
     app.openapi = document  # type: ignore[method-assign]
@@ -105,7 +112,8 @@ def _service_error_handler(metrics: Metrics) -> Any:
 
 
 def _inference_routes(service: Service, limits: LimitsConfig) -> APIRouter:
-    """Those of the other kind of model are there too, undocumented, and say so."""
+    """Generation and embeddings. The endpoints that the model does not support answer with an error
+    that says so, and are left out of the document."""
     router = APIRouter(tags=["generate"])
     embeds = bool(service.model.embedding_dim)
     tokenizer = _tokenizer_of(service)
@@ -114,7 +122,7 @@ def _inference_routes(service: Service, limits: LimitsConfig) -> APIRouter:
     @router.post(
         "/v1/completions",
         include_in_schema=not embeds,
-        responses=responses(Completion, *errors, is_streamed=True),
+        responses=responses(Completion, *errors, chunk=CompletionChunk),
         openapi_extra=request_body_schema(CompletionRequest),
     )
     async def create_completion(request: Request) -> Response:
@@ -123,7 +131,7 @@ def _inference_routes(service: Service, limits: LimitsConfig) -> APIRouter:
     @router.post(
         "/v1/chat/completions",
         include_in_schema=not embeds,
-        responses=responses(ChatCompletion, *errors, is_streamed=True),
+        responses=responses(ChatCompletion, *errors, chunk=ChatCompletionChunk),
         openapi_extra=request_body_schema(ChatRequest),
     )
     async def create_chat_completion(request: Request) -> Response:
@@ -174,17 +182,17 @@ def _model_routes(service: Service, limits: LimitsConfig) -> APIRouter:
 def _operation_routes(service: Service, health: Health, metrics: Metrics) -> APIRouter:
     router = APIRouter(tags=["operations"])
     meter = info.RateMeter()
-    unwell = {503: {"model": HealthBody}}
+    unhealthy = {503: {"model": HealthBody}}
 
     @router.get("/v1/stats", responses=responses(Stats))
     async def get_stats() -> Response:
         return info.stats_response(service, meter)
 
-    @router.get("/health/live", responses=responses(HealthBody) | unwell)
+    @router.get("/health/live", responses=responses(HealthBody) | unhealthy)
     async def is_live() -> Response:
         return info.health_response(health.is_live, health.state.name.lower())
 
-    @router.get("/health/ready", responses=responses(HealthBody) | unwell)
+    @router.get("/health/ready", responses=responses(HealthBody) | unhealthy)
     async def is_ready() -> Response:
         return info.health_response(health.is_ready, health.state.name.lower())
 
@@ -202,5 +210,5 @@ def _operation_routes(service: Service, health: Health, metrics: Metrics) -> API
 def _tokenizer_of(service: Service) -> Tokenizer | None:
     try:
         return service.tokenizer
-    except ServiceError:  # a model without one: prompts are token ids
+    except ServiceError:  # the model has no tokenizer: prompts are token ids
         return None

@@ -1,4 +1,4 @@
-"""What the body of a request to embed may hold: OpenAI's fields, and our own beside them."""
+"""The body of a request to embed: OpenAI's fields, and fields of this server's own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxinfer.serving.http.request_schema import (
 
 
 class EmbeddingBody(BaseModel):
-    """Texts in the forms that a prompt has; see `LLM.embed` for the fields that OpenAI lacks."""
+    """`input` has the forms of a prompt; see `LLM.embed` for the fields that OpenAI lacks."""
 
     model_config = strict()
     model: str | None = None

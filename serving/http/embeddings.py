@@ -14,84 +14,94 @@ from starlette.responses import Response
 from jaxinfer.serving.config import LimitsConfig
 from jaxinfer.serving.errors import ErrorKind, ServiceError
 from jaxinfer.serving.generation import EmbeddingRequest, Embeddings
+from jaxinfer.serving.http import response_schema as schema
 from jaxinfer.serving.http.embedding_schema import EmbeddingBody
 from jaxinfer.serving.http.errors import json_response
 from jaxinfer.serving.http.request_body import read_json
 from jaxinfer.serving.http.request_parsing import engine_request_id
 from jaxinfer.serving.http.request_schema import parse_request
-from jaxinfer.serving.http.serialization import to_json
+from jaxinfer.serving.http.serialization import MARKER, JsonEncoder, JsonTemplate
 from jaxinfer.serving.service import Service
 
 T = TypeVar("T")
 
+_encode_list = JsonEncoder(schema.EmbeddingList)
+_encode_embedding = JsonEncoder(schema.Embedding)
+
 
 async def embed(request: Request, service: Service, limits: LimitsConfig) -> Response:
-    """The endpoint."""
-    ask = parse_request(EmbeddingBody, await read_json(request, limits))
-    service.check_model(ask.model or "")
+    """Handle the endpoint; raises `ServiceError` for a body that cannot be served."""
+    body = parse_request(EmbeddingBody, await read_json(request, limits))
+    service.check_model(body.model or "")
     state = request.scope["state"]
-    asked = EmbeddingRequest(
-        ask.input,
-        normalize=ask.normalize,
-        dimensions=ask.dimensions,
-        prompt_name=ask.prompt_name,
-        truncate=bool(ask.truncate),
-        request_id=engine_request_id(request, ask.request_id),
-        timeout_s=ask.timeout_s,
+    embedding_request = EmbeddingRequest(
+        body.input,
+        normalize=body.normalize,
+        dimensions=body.dimensions,
+        prompt_name=body.prompt_name,
+        truncate=bool(body.truncate),
+        request_id=engine_request_id(request, body.request_id),
+        timeout_s=body.timeout_s,
         protocol="http",
-        user=ask.user or state["key_name"],
+        user=body.user or state["key_name"],
     )
-    work = service.embed(asked, on_accepted=lambda: state.update(has_stream=True))
-    made = await _unless_left(request, work)
-    as_bytes = ask.encoding_format == "base64"
-    if made.is_large:
-        body = await asyncio.to_thread(serialize_embeddings, service.model.name, made, as_bytes)
+    work = service.embed(embedding_request, on_accepted=lambda: state.update(has_stream=True))
+    result = await _cancel_on_disconnect(request, work)
+    as_bytes = body.encoding_format == "base64"
+    if result.is_large:
+        data = await asyncio.to_thread(serialize_embeddings, service.model.name, result, as_bytes)
     else:
-        body = serialize_embeddings(service.model.name, made, as_bytes)
-    return json_response(body)
+        data = serialize_embeddings(service.model.name, result, as_bytes)
+    return json_response(data)
 
 
-def serialize_embeddings(model: str, made: Embeddings, as_bytes: bool) -> bytes:
-    """Numbers as JSON, or in base64 the bytes of little-endian float32.
+def serialize_embeddings(model: str, result: Embeddings, as_bytes: bool) -> bytes:
+    """The body: numbers as JSON, or in base64 the bytes of little-endian float32.
 
-    Vector by vector: one call for all of them would hold Python's lock, and with it the event
-    loop, for 0.4 s a million numbers.
+    The vectors are encoded one by one: a single call for all of them would hold Python's lock, and
+    with it the event loop, for 0.4 s a million numbers.
     """
-    form = _base64 if as_bytes else _numbers
-    data = ",".join(
-        f'{{"object":"embedding","index":{index},"embedding":{form(vector)}}}'
-        for index, vector in enumerate(made.vectors)
-    )
-    num_tokens = sum(made.num_tokens)
-    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-    rest = to_json({"model": model, "usage": usage})[1:]
-    return f'{{"object":"list","data":[{data}],{rest}'.encode()
+    encode = _encode_base64 if as_bytes else _encode_numbers
+    vectors = b",".join(encode(index, vector) for index, vector in enumerate(result.vectors))
+    num_tokens = sum(result.num_tokens)
+    body: schema.EmbeddingList = {
+        "object": "list",
+        "data": [],
+        "model": model,
+        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+    }
+    # The first such text is the field itself: what precedes it has no quotation marks to escape.
+    return _encode_list(body).replace(b'"data":[]', b'"data":[' + vectors + b"]", 1)
 
 
-def _base64(vector: np.ndarray) -> str:
-    return f'"{base64.b64encode(vector.astype("<f4").tobytes()).decode()}"'
+def _encode_base64(index: int, vector: np.ndarray) -> bytes:
+    text = base64.b64encode(vector.astype("<f4").tobytes()).decode()
+    return _encode_embedding({"object": "embedding", "index": index, "embedding": text})
 
 
-def _numbers(vector: np.ndarray) -> str:
-    """Nine digits tell every float32 apart; what Python writes of it has 17."""
+def _encode_numbers(index: int, vector: np.ndarray) -> bytes:
+    """Nine digits tell all float32 values apart; Python would write 17."""
     if not np.isfinite(vector).all():
-        raise ValueError("a vector holds NaN or infinity, which JSON has not")
-    return f"[{','.join(['%.9g'] * len(vector))}]" % tuple(vector.tolist())
+        raise ValueError(f"vector {index} holds NaN or infinity, which JSON cannot express")
+    encoded = _encode_embedding({"object": "embedding", "index": index, "embedding": MARKER})
+    numbers = f"[{','.join(['%.9g'] * len(vector))}]" % tuple(vector.tolist())
+    return JsonTemplate(encoded).fill(numbers)
 
 
-async def _unless_left(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` brings; it is cancelled when the client leaves before."""
+async def _cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client disconnects before it is done."""
 
-    async def leave() -> None:
+    async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    working, leaving = asyncio.ensure_future(work), asyncio.create_task(leave())
+    working, leaving = asyncio.ensure_future(work), asyncio.create_task(disconnected())
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
-        raise ServiceError(ErrorKind.CANCELLED, "the client left before its answer was ready")
+        text = "the client disconnected before its response was ready"
+        raise ServiceError(ErrorKind.CANCELLED, text)
     finally:
         for task in (working, leaving):
             task.cancel()

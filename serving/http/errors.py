@@ -11,18 +11,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxinfer.serving.errors import ErrorKind, ServiceError
+from jaxinfer.serving.http.response_schema import ErrorBody
 
-# Kinds that another try does not help, whatever a client makes of the status: OpenAI's clients
-# repeat 408 and 409 by themselves unless told.
+# A retry does not help with these kinds. Their statuses do not say so: OpenAI's clients retry 408
+# and 409 by themselves unless told.
 _NOT_RETRYABLE = {ErrorKind.DEADLINE, ErrorKind.SLOW_READER, ErrorKind.IN_USE}
 
 
 def error_json(
     message: str, kind: str, *, param: str | None = None, code: str | None = None
 ) -> bytes:
-    """The body of an error. ASCII: a message may quote text that UTF-8 cannot hold."""
-    error = {"message": message, "type": kind, "param": param, "code": code}
-    return json.dumps({"error": error}).encode()
+    """The body of an error, in ASCII: a message may quote text that UTF-8 cannot hold."""
+    body: ErrorBody = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return json.dumps(body).encode()
 
 
 def service_error_json(error: ServiceError) -> bytes:
@@ -30,7 +31,7 @@ def service_error_json(error: ServiceError) -> bytes:
 
 
 def error_response(error: ServiceError) -> Response:
-    """The whole response; status and headers say what a client may do next."""
+    """The response to a failed request; status and headers say what the client may do next."""
     headers = {}
     status = error.kind.http_status
     if status in (429, 503):
@@ -49,12 +50,12 @@ def json_response(
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
-    """What the router refuses: an unknown path, a method that a path does not have."""
+    """The response to what the router refuses: an unknown path or method."""
     assert isinstance(error, HTTPException)
     what = f"{request.method} {request.url.path}"
     texts = {
-        404: f"{what}: there is nothing at this path; /openapi.json lists what there is",
-        405: f"{what}: this path has other methods; the header Allow lists them",
+        404: f"{what}: there is no such path; /openapi.json lists the paths",
+        405: f"{what}: the path does not allow this method; the header Allow lists those it does",
     }
     message = texts.get(error.status_code, error.detail)
     body = error_json(message, "invalid_request_error", code=f"http_{error.status_code}")
@@ -62,8 +63,8 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
 
 
 def internal_error() -> tuple[int, bytes]:
-    """For what should not happen: it is in the log, and none of it goes to the client."""
-    text = "the server failed at this request; its log tells why, under the X-Request-Id"
+    """Status and body for a defect: its details go to the log alone, not to the client."""
+    text = "the server failed at this request; its log has the reason, under the X-Request-Id"
     return 500, error_json(text, ErrorKind.INTERNAL.openai_type, code="internal")
 
 

@@ -1,11 +1,10 @@
-"""One answer over HTTP: the requests behind it, started, watched and sent, by one response object.
+"""The HTTP response to a request to generate: one JSON body, or a stream of server-sent events.
 
-Starlette's own streaming response runs a task group and wraps what it is given for every chunk;
-here a chunk is ready-made bytes, and a request has one task beside its own: the one that waits for
-the client to leave.
+Starlette's own streaming response runs a task group and wraps every chunk. Here a chunk is bytes
+already, and a request needs one further task, which waits for the client to disconnect.
 
-The headers go out with the first token, so whatever fails before it has its true status. After it,
-an error is an event of its own, and the stream ends without `[DONE]`.
+The headers go out with the first token, so a failure before it has its own status. A later failure
+is sent as an event, and the stream ends without `[DONE]`.
 """
 
 from __future__ import annotations
@@ -22,40 +21,42 @@ from starlette.types import Message, Receive, Scope, Send
 from jaxinfer.serving.errors import ErrorKind, ServiceError
 from jaxinfer.serving.generation import Delta, GenerationRequest, Result
 from jaxinfer.serving.http.errors import internal_error, json_response, service_error_json
+from jaxinfer.serving.http.serialization import event
 from jaxinfer.serving.service import Service
 from jaxinfer.serving.stream import Stream
 
 DONE = b"data: [DONE]\n\n"
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"x-accel-buffering", b"no"),  # proxies that know it pass each event on at once
+    (b"x-accel-buffering", b"no"),  # proxies that know it do not buffer events
 ]
 
-Batch = list[tuple[int, Delta]]  # (which request, what it brought)
+Batch = list[tuple[int, Delta]]  # (number of the request, delta)
 
 
 class ResponseSerializer(Protocol):
-    """How an endpoint writes what its streams bring. `number` counts the requests of the answer."""
+    """Writes the response of an endpoint. `number` is a request's position in the response."""
 
     def event(self, number: int, stream: Stream, delta: Delta) -> bytes:
-        """One delta as an event; empty where it has nothing to show."""
+        """The event of one delta; empty if the delta shows nothing."""
         ...
 
     def last_events(self, streams: Sequence[Stream]) -> bytes:
-        """What comes after all deltas and before `[DONE]`."""
+        """The events after all deltas and before `[DONE]`."""
         ...
 
     def whole(self, streams: Sequence[Stream], results: Sequence[Result]) -> bytes:
-        """The answer in one piece."""
+        """The body of a response that is not streamed."""
         ...
 
 
 class GenerationResponse(Response):
-    """The answer to `requests`: their events as they come, or one JSON body at the end.
+    """The response to `requests`: their events as they arrive, or one JSON body at the end.
 
-    All requests are taken or none. Each is cancelled at once when the client leaves, when another
-    one fails, and when sending does. Raises the `ServiceError` of a request as long as nothing has
-    been sent, with fields named as the endpoint does (`field_names`).
+    Either all requests are queued or none. All are cancelled at once when the client disconnects,
+    when one of them fails, and when sending fails. As long as nothing has been sent, the
+    `ServiceError` of a request is raised, with the field names of the endpoint: `field_names` maps
+    the service's names to them.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class GenerationResponse(Response):
         self._field_names = field_names
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._renamed():
+        with self._endpoint_field_names():
             streams = await submit_all(self._service, self._requests)
         scope["state"]["has_stream"] = True
         watcher = asyncio.create_task(_cancel_on_disconnect(receive, streams))
@@ -83,14 +84,14 @@ class GenerationResponse(Response):
             if self._is_stream:
                 await self._send_events(streams, send)
             else:
-                with self._renamed():
+                with self._endpoint_field_names():
                     results = await collect_all(streams)
                 body = self._serializer.whole(streams, results)
                 await json_response(body)(scope, receive, send)
         except ServiceError as error:
             if error.kind is not ErrorKind.CANCELLED or not watcher.done():
                 raise
-            # The client has left; nobody reads an answer.
+            # The client has disconnected: nobody reads a response.
         finally:
             for stream in streams:
                 stream.cancel()
@@ -114,15 +115,15 @@ class GenerationResponse(Response):
         except ServiceError as error:
             if not has_started:
                 raise
-            await send(_body(_error_event(service_error_json(error)), is_last=True))
+            await send(_body(event(service_error_json(error)), is_last=True))
         except Exception:
             if not has_started:
                 raise
-            logging.exception("request %s, in its stream", streams[0].id)
-            await send(_body(_error_event(internal_error()[1]), is_last=True))
+            logging.exception("request %s failed while it was streamed", streams[0].id)
+            await send(_body(event(internal_error()[1]), is_last=True))
 
     @contextlib.contextmanager
-    def _renamed(self) -> Iterator[None]:
+    def _endpoint_field_names(self) -> Iterator[None]:
         try:
             yield
         except ServiceError as error:
@@ -135,7 +136,7 @@ class GenerationResponse(Response):
 
 
 async def submit_all(service: Service, requests: Sequence[GenerationRequest]) -> list[Stream]:
-    """Queue all of them, or none and raise why."""
+    """Queue all requests; if one is refused, queue none and raise its error."""
     if len(requests) > 1:
         num_samples = sum(request.params.n for request in requests)
         try:
@@ -157,7 +158,7 @@ async def submit_all(service: Service, requests: Sequence[GenerationRequest]) ->
 
 
 async def collect_all(streams: Sequence[Stream]) -> list[Result]:
-    """Read all to their ends, side by side: one that is not read would count as a slow reader's."""
+    """Read all streams to their ends, concurrently: an unread one would count as a slow reader."""
     if len(streams) == 1:
         return [await streams[0].collect()]
     tasks = [asyncio.create_task(stream.collect()) for stream in streams]
@@ -170,12 +171,12 @@ async def collect_all(streams: Sequence[Stream]) -> list[Result]:
 
 
 async def batches(streams: Sequence[Stream]) -> AsyncGenerator[Batch]:
-    """What the streams bring, as it comes: all that is there at a time in one piece."""
+    """The deltas of the streams as they arrive, those that are available together in one batch."""
     if len(streams) == 1:
         async for batch in _batches_of(0, streams[0]):
             yield batch
         return
-    # Room for one: what nobody reads stays in the streams, whose limits hold.
+    # One batch at most: unread deltas stay in their streams, where the limits apply.
     queue: asyncio.Queue[Batch | None] = asyncio.Queue(1)
 
     async def pump(number: int) -> None:
@@ -225,7 +226,3 @@ async def _cancel_on_disconnect(receive: Receive, streams: Sequence[Stream]) -> 
 
 def _body(data: bytes, *, is_last: bool = False) -> Message:
     return {"type": "http.response.body", "body": data, "more_body": not is_last}
-
-
-def _error_event(body: bytes) -> bytes:
-    return b"data: " + body + b"\n\n"

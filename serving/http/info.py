@@ -1,10 +1,10 @@
-"""The endpoints that tell about the server and its model, and those that count tokens."""
+"""The endpoints about the server and its model, and the tokenizer's."""
 
 from __future__ import annotations
 
 import collections
 import time
-from typing import Any
+from typing import cast
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -12,6 +12,7 @@ from starlette.responses import Response
 from jaxinfer.engine.stats import EngineStats
 from jaxinfer.serving.config import LimitsConfig
 from jaxinfer.serving.errors import ErrorKind, ServiceError
+from jaxinfer.serving.http import response_schema as schema
 from jaxinfer.serving.http.chat import conversation
 from jaxinfer.serving.http.errors import json_response
 from jaxinfer.serving.http.request_body import read_json
@@ -21,14 +22,21 @@ from jaxinfer.serving.http.request_schema import (
     TokenizeRequest,
     parse_request,
 )
-from jaxinfer.serving.http.serialization import to_json
+from jaxinfer.serving.http.serialization import JsonEncoder
 from jaxinfer.serving.service import Service
 
 RATE_WINDOW_S = 5.0
 
+_encode_model = JsonEncoder(schema.Model)
+_encode_models = JsonEncoder(schema.ModelList)
+_encode_tokens = JsonEncoder(schema.Tokens)
+_encode_text = JsonEncoder(schema.Text)
+_encode_stats = JsonEncoder(schema.Stats)
+_encode_health = JsonEncoder(schema.HealthBody)
 
-def model_fields(service: Service) -> dict[str, Any]:
-    """OpenAI's description of a model, and what else there is to know of this one."""
+
+def model_fields(service: Service) -> schema.Model:
+    """OpenAI's description of a model, with fields of this server's own."""
     model = service.model
     return {
         "id": model.name,
@@ -45,58 +53,61 @@ def model_fields(service: Service) -> dict[str, Any]:
 
 
 def list_models(service: Service) -> Response:
-    body = {"object": "list", "data": [model_fields(service)]}
-    return json_response(to_json(body).encode())
+    """The response of `GET /v1/models`."""
+    return json_response(_encode_models({"object": "list", "data": [model_fields(service)]}))
 
 
 def get_model(service: Service, name: str) -> Response:
+    """The response of `GET /v1/models/{name}`; raises `ServiceError` for another model's name."""
     if not name:
         raise ServiceError(ErrorKind.NOT_FOUND, "the model's name is empty", field="model")
     service.check_model(name)
-    return json_response(to_json(model_fields(service)).encode())
+    return json_response(_encode_model(model_fields(service)))
 
 
 async def tokenize(request: Request, service: Service, limits: LimitsConfig) -> Response:
-    """`prompt` or `messages` to the token ids that a request to generate would have."""
-    ask = parse_request(TokenizeRequest, await read_json(request, limits))
-    service.check_model(ask.model or "")
-    if (ask.prompt is None) == (ask.messages is None):
+    """Convert `prompt` or `messages` to the token ids that a request to generate would have."""
+    body = parse_request(TokenizeRequest, await read_json(request, limits))
+    service.check_model(body.model or "")
+    if (body.prompt is None) == (body.messages is None):
         raise invalid_field("prompt", "give either prompt or messages")
-    if ask.messages is not None:
-        if ask.add_special_tokens is not None:
-            text = "add_special_tokens is for prompt; a chat template writes its own"
+    if body.messages is not None:
+        if body.add_special_tokens is not None:
+            text = "add_special_tokens is for prompt; a chat template adds its own"
             raise invalid_field("add_special_tokens", text)
-        tokens = await service.tokenize(conversation(ask.messages))
+        tokens = await service.tokenize(conversation(body.messages))
     else:
-        adds = ask.add_special_tokens is not False
-        tokens = await service.tokenize(ask.prompt or "", add_special_tokens=adds)
-    body = {"tokens": tokens, "count": len(tokens), "max_model_len": service.model.max_len}
-    return json_response(to_json(body).encode())
+        adds = body.add_special_tokens is not False
+        tokens = await service.tokenize(body.prompt or "", add_special_tokens=adds)
+    max_len = service.model.max_len
+    return json_response(
+        _encode_tokens({"tokens": tokens, "count": len(tokens), "max_model_len": max_len})
+    )
 
 
 async def detokenize(request: Request, service: Service, limits: LimitsConfig) -> Response:
-    """The text of `tokens`, special tokens written out; as many as the model's context holds."""
-    ask = parse_request(DetokenizeRequest, await read_json(request, limits))
-    service.check_model(ask.model or "")
+    """Convert at most a context of token ids to their text, special tokens written out."""
+    body = parse_request(DetokenizeRequest, await read_json(request, limits))
+    service.check_model(body.model or "")
     max_len = service.model.max_len
-    if len(ask.tokens) > max_len:
-        text = f"tokens has {len(ask.tokens)} ids; the context holds {max_len}: send fewer at once"
+    if len(body.tokens) > max_len:
+        text = f"tokens has {len(body.tokens)} ids; the context holds {max_len}: send fewer at once"
         raise invalid_field("tokens", text)
     try:
-        text = await service.detokenize(ask.tokens)
+        text = await service.detokenize(body.tokens)
     except ServiceError as error:
         raise invalid_field("tokens", error.message) from error
-    return json_response(to_json({"prompt": text}).encode())
+    return json_response(_encode_text({"prompt": text}))
 
 
 class RateMeter:
-    """Tokens a second of late, from the counter as it stood whenever someone asked."""
+    """The recent rate in tokens a second, from the counter's values at earlier reads."""
 
     def __init__(self) -> None:
         self._seen: collections.deque[tuple[float, int]] = collections.deque()
 
     def read(self, stats: EngineStats) -> float:
-        """Over the readings of `RATE_WINDOW_S`; the first one goes by the last step."""
+        """The rate since the oldest read in `RATE_WINDOW_S`, or that of the last step."""
         now = time.monotonic()
         while self._seen and now - self._seen[0][0] > RATE_WINDOW_S:
             self._seen.popleft()
@@ -109,12 +120,14 @@ class RateMeter:
 
 
 def stats_response(service: Service, meter: RateMeter) -> Response:
+    """The response of `GET /v1/stats`."""
     stats = service.stats
-    body = stats._asdict()
-    body["last_step"] = stats.last_step._asdict()
-    body["tokens_per_second"] = meter.read(stats)
-    return json_response(to_json(body).encode())
+    counters = stats._asdict()
+    counters["last_step"] = stats.last_step._asdict()
+    body = cast(schema.Stats, {**counters, "tokens_per_second": meter.read(stats)})
+    return json_response(_encode_stats(body))
 
 
-def health_response(is_well: bool, state: str) -> Response:
-    return json_response(to_json({"status": state}).encode(), 200 if is_well else 503)
+def health_response(is_healthy: bool, state: str) -> Response:
+    """The response to a probe: 200 or 503, with the state's name."""
+    return json_response(_encode_health({"status": state}), 200 if is_healthy else 503)

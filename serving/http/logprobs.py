@@ -1,31 +1,31 @@
-"""Log-probabilities in OpenAI's two shapes: lists side by side, and a list of objects."""
+"""Log-probabilities in OpenAI's two shapes: parallel lists, and a list of objects."""
 
 from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
-from typing import Any
 
 from jaxinfer.engine.request import TokenLogprobs
+from jaxinfer.serving.http import response_schema as schema
 from jaxinfer.text.tokenizer import Tokenizer
 
-MIN_LOGPROB = -9999.0  # what OpenAI gives for "never"; JSON has no infinity
+MIN_LOGPROB = -9999.0  # OpenAI's value for probability 0: JSON has no infinity
 
 
 class TokenNames:
-    """Token ids to what clients see of them."""
+    """Converts token ids to the names and bytes that clients see."""
 
     def __init__(self, tokenizer: Tokenizer | None):
         self._tokenizer = tokenizer
 
     def bytes_of(self, token_id: int) -> bytes:
-        """The token's own bytes, special tokens written out; none without a tokenizer."""
+        """The bytes of a token, special tokens written out; empty without a tokenizer."""
         if self._tokenizer is None:
             return b""
         return self._tokenizer.bytes_of(token_id, skip_special_tokens=False)
 
     def name(self, token_id: int) -> str:
-        r"""Its text; `bytes:\xe2\x82` for a part of a character; its id where it has no bytes."""
+        r"""The text of a token; `bytes:\xe2\x82` for a part of a character; else its id."""
         data = self.bytes_of(token_id)
         if not data:
             return f"token_id:{token_id}"
@@ -36,7 +36,7 @@ class TokenNames:
 
 
 class Offsets:
-    """Where in a choice's text each of its tokens begins, in characters."""
+    """Counts where in a choice's text each token begins, in characters."""
 
     def __init__(self, tokenizer: Tokenizer | None, *, skip_special_tokens: bool):
         self._tokenizer = tokenizer
@@ -46,7 +46,7 @@ class Offsets:
         self._offset = 0
 
     def next(self, token_id: int) -> int:
-        """The offset of the next token."""
+        """The offset of the next token, which is `token_id`."""
         start = self._offset
         if self._tokenizer is not None:
             skips = self._skip_special_tokens
@@ -63,8 +63,11 @@ def clamp(logprob: float) -> float:
 
 def completion_logprobs(
     entries: Sequence[tuple[int, TokenLogprobs | None]], names: TokenNames, offsets: Offsets
-) -> dict[str, Any]:
-    """`/v1/completions`; an entry is a token and what is known of it (nothing of a first one)."""
+) -> schema.CompletionLogprobs:
+    """The `logprobs` of a text completion, from tokens and their log-probabilities.
+
+    The first token of a prompt has no log-probability: None.
+    """
     tops: list[dict[str, float] | None] = []
     for _, entry in entries:
         if entry is None:
@@ -81,23 +84,23 @@ def completion_logprobs(
     }
 
 
-def chat_logprobs(entries: Sequence[TokenLogprobs], names: TokenNames) -> dict[str, Any]:
-    """`/v1/chat/completions`."""
+def chat_logprobs(entries: Sequence[TokenLogprobs], names: TokenNames) -> schema.ChatLogprobs:
+    """The `logprobs` of a chat completion."""
     return {"content": [_chat_entry(entry, names) for entry in entries], "refusal": None}
 
 
 def prompt_logprobs(
     entries: Sequence[TokenLogprobs | None], names: TokenNames
-) -> list[dict[str, Any] | None]:
-    """The extra field of that name: one a prompt token, null for the first."""
+) -> list[schema.ChatLogprob | None]:
+    """The field `prompt_logprobs`: an entry for each prompt token, None for the first."""
     return [None if entry is None else _chat_entry(entry, names) for entry in entries]
 
 
-def _chat_entry(entry: TokenLogprobs, names: TokenNames) -> dict[str, Any]:
+def _chat_entry(entry: TokenLogprobs, names: TokenNames) -> schema.ChatLogprob:
     tops = [_token(i, logprob, names) for i, logprob in entry.top]
-    return _token(entry.token_id, entry.logprob, names) | {"top_logprobs": tops}
+    return {**_token(entry.token_id, entry.logprob, names), "top_logprobs": tops}
 
 
-def _token(token_id: int, logprob: float, names: TokenNames) -> dict[str, Any]:
+def _token(token_id: int, logprob: float, names: TokenNames) -> schema.TokenLogprob:
     data = list(names.bytes_of(token_id))
     return {"token": names.name(token_id), "logprob": clamp(logprob), "bytes": data}

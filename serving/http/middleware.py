@@ -1,8 +1,8 @@
-"""What every request passes before the app sees it: pure ASGI, so that a refusal costs little.
+"""The middleware in front of the app, in plain ASGI, so that refusing a request costs little.
 
-In this order: a request id in and out, the API key, and for a request to generate or to embed
-whether the model does that, and the room in the queue; the body has not been looked at by then.
-Whatever the app lets escape ends here as a 500 that tells nothing, and is logged.
+It checks, in this order: the request id, the API key, and for a request to generate or to embed
+whether the model can do that and whether the queue has room. The body has not been read by then.
+An exception that escapes the app is logged here and becomes a 500 without details.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _SECURITY_HEADERS = (
 
 
 def requires_key(path: str) -> bool:
-    """Whether a path asks for a key, where there are keys."""
+    """Whether a path needs a key, if the server has keys."""
     return path.startswith("/v1/") or path in KEY_PATHS
 
 
 class RequestMiddleware:
-    """ASGI middleware. Leaves `request_id`, `client_request_id` (the client's own, or None) and
-    `key_name` in the request's state."""
+    """ASGI middleware that sets `request_id`, `client_request_id` (the client's own, or None) and
+    `key_name` in the state of the request."""
 
     def __init__(self, app: ASGIApp, *, service: Service, keys: ApiKeys | None, metrics: Metrics):
         self.app = app
@@ -56,31 +56,31 @@ class RequestMiddleware:
             return
         headers = dict(scope["headers"])
         given = headers.get(b"x-request-id")
-        is_sound = given is None or _REQUEST_ID.fullmatch(given) is not None
-        engine_request_id = given.decode() if given is not None and is_sound else None
+        is_valid = given is None or _REQUEST_ID.fullmatch(given) is not None
+        client_id = given.decode() if given is not None and is_valid else None
         state = scope.setdefault("state", {})
-        state["client_request_id"] = engine_request_id
-        state["request_id"] = engine_request_id or uuid.uuid4().hex
+        state["client_request_id"] = client_id
+        state["request_id"] = client_id or uuid.uuid4().hex
         state["key_name"] = ""
-        reply = _HeaderSender(send, state["request_id"])
+        send_with_headers = _HeaderSender(send, state["request_id"])
         try:
-            if not is_sound:
+            if not is_valid:
                 text = "X-Request-Id must be 1 to 128 printable ASCII characters without spaces"
                 raise ServiceError(ErrorKind.INVALID, text, field="X-Request-Id")
             self._check(scope, headers, state)
         except ServiceError as error:
             if scope["path"] in INFERENCE_PATHS:
                 self.metrics.refused("http", error.kind)
-            await error_response(error)(scope, receive, reply)
+            await error_response(error)(scope, receive, send_with_headers)
             return
         try:
-            await self.app(scope, receive, reply)
+            await self.app(scope, receive, send_with_headers)
         except Exception:
             logging.exception("request %s: %s", state["request_id"], scope["path"])
-            if reply.has_started:
-                raise  # nothing sound can follow: the server cuts the connection
+            if send_with_headers.has_started:
+                raise  # the response is incomplete: the server closes the connection
             status, body = internal_error()
-            await json_response(body, status)(scope, receive, reply)
+            await json_response(body, status)(scope, receive, send_with_headers)
 
     def _check(self, scope: Scope, headers: dict[bytes, bytes], state: dict[str, Any]) -> None:
         path = scope["path"]
@@ -88,7 +88,7 @@ class RequestMiddleware:
             token = bearer_token(headers.get(b"authorization", b"").decode("latin-1"))
             name = self.keys.name_of(token)
             if name is None:
-                what = "is not known" if token else "is missing"
+                what = "is unknown" if token else "is missing"
                 text = f"the API key {what}; send the header Authorization: Bearer KEY"
                 raise ServiceError(ErrorKind.UNAUTHENTICATED, text)
             state["key_name"] = name
@@ -101,7 +101,7 @@ class RequestMiddleware:
 
 
 class _HeaderSender:
-    """`send` that puts the common headers on the response, where it has none of the name."""
+    """A `send` that adds the common headers to the response, unless it sets them itself."""
 
     def __init__(self, send: Send, request_id: str):
         self._send = send

@@ -1,7 +1,7 @@
-"""The chat page at `/`: one file, sent with a policy under which nothing but it can run.
+"""The chat page at `/`: one file, sent with a content security policy that allows nothing else.
 
-Scripts and styles are let in by the hashes of those that the file itself has, so no text that finds
-its way into the page can be executed, and the page can talk to this server alone.
+The policy allows scripts and styles by the hashes of those in the file, so text that gets into the
+page cannot be executed, and the page can send requests to this server alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PAGE = Path(__file__).parent.parent / "page" / "index.html"
 
 
 def load_page(path: Path = PAGE) -> Response | None:
-    """The response; None where the installation has no page."""
+    """The response with the page; None if the installation has no page."""
     if not path.is_file():
         return None
     html = path.read_bytes()
@@ -26,8 +26,8 @@ def load_page(path: Path = PAGE) -> Response | None:
 
 
 def content_security_policy(html: str) -> str:
-    """Everything is forbidden but the file's own inline scripts and styles, images written out in
-    it (`data:`), and requests to this server."""
+    """The policy of a page: it allows the page's own inline scripts and styles, images in `data:`
+    URLs, and requests to this server."""
     return "; ".join(
         [
             "default-src 'none'",

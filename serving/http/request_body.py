@@ -1,10 +1,10 @@
-"""Reading a request's body: how large, how deep, and what JSON may be in it.
+"""Reads a request's body as strict JSON, within limits of size and nesting.
 
-Refused, each by name: another content type than JSON (which also keeps web pages of other origins
-from posting here unasked), more than `max_body_bytes` (counted while it comes, whatever the client
-announced), text that is not UTF-8, brackets nested deeper than `max_nesting`, NaN and Infinity
-(no JSON, though Python reads them), a key twice in one object (which of the two is meant?), and
-lone surrogates (no text that can be sent on).
+The following is refused, each with its own message: a content type other than JSON (which also
+keeps web pages of other origins from posting here unasked), more than `max_body_bytes` (counted on
+arrival, whatever the client announced), text that is not UTF-8, brackets nested deeper than
+`max_nesting`, NaN and Infinity (which Python would read, but JSON does not have), a duplicate key
+in an object (its meaning is ambiguous), and lone surrogates (they cannot be encoded again).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from starlette.requests import Request
 from jaxinfer.serving.config import LimitsConfig
 from jaxinfer.serving.errors import ErrorKind, ServiceError
 
-MAX_EXACT = 2**53  # up to here every integer is a float
+MAX_EXACT = 2**53  # every integer up to here is a float
 LARGE_BODY = 256 * 1024  # bytes; larger ones are parsed in another thread
 
-# A string, to its end or the body's: possessive, so that no input makes it look twice.
+# A string, to its end or that of the body. Possessive quantifiers: no input causes backtracking.
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _BRACKETS = b"[]{}"
 _NOT_BRACKETS = bytes(set(range(256)) - set(_BRACKETS))
@@ -33,7 +33,7 @@ _HALF_PAIR = re.compile(rb"\\u[dD][89abAB-Fc-f]")
 
 
 async def read_json(request: Request, limits: LimitsConfig) -> dict[str, Any]:
-    """The JSON object that a request brings; raises `ServiceError`, or `HTTPException` for 415."""
+    """The JSON object in a request's body; raises `ServiceError`, or `HTTPException` for a 415."""
     _check_content_type(request)
     body = await _read(request, limits)
     if len(body) > LARGE_BODY:
@@ -42,7 +42,7 @@ async def read_json(request: Request, limits: LimitsConfig) -> dict[str, Any]:
 
 
 def parse_json(body: bytes, max_nesting: int) -> dict[str, Any]:
-    """A JSON object, read strictly; raises `ServiceError`."""
+    """Parse a JSON object strictly; raises `ServiceError`."""
     depth = nesting(body)
     if depth > max_nesting:
         raise _invalid(
@@ -70,7 +70,7 @@ def parse_json(body: bytes, max_nesting: int) -> dict[str, Any]:
 
 
 def nesting(body: bytes) -> int:
-    """How deep brackets nest, outside strings; without parsing."""
+    """How deep brackets nest outside strings, counted without parsing."""
     marks = _STRING.sub(b"", body).translate(None, _NOT_BRACKETS)
     return max(itertools.accumulate(map(_STEPS.__getitem__, marks)), default=0)
 
@@ -86,10 +86,12 @@ async def _read(request: Request, limits: LimitsConfig) -> bytes:
             async with asyncio.timeout(limits.send_timeout_s or None):
                 message = await request.receive()
         except TimeoutError as error:
-            text = f"no byte of the body came for {limits.send_timeout_s} s"
+            text = f"no byte of the body arrived for {limits.send_timeout_s} s"
             raise ServiceError(ErrorKind.DEADLINE, text) from error
         if message["type"] == "http.disconnect":
-            raise ServiceError(ErrorKind.CANCELLED, "the client left before its request was whole")
+            raise ServiceError(
+                ErrorKind.CANCELLED, "the client disconnected before its request was complete"
+            )
         chunk = message.get("body", b"")
         size += len(chunk)
         if size > limits.max_body_bytes:
@@ -106,7 +108,7 @@ def _check_content_type(request: Request) -> None:
         raise HTTPException(415, text)
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":
-        raise HTTPException(415, f"the body's encoding is {encoding!r}; send it plain")
+        raise HTTPException(415, f"the body's encoding is {encoding!r}; send it without one")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -114,12 +116,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(value) < len(pairs):
         seen: set[str] = set()
         again = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise ValueError(f"the key {again!r} is there twice in one object")
+        raise ValueError(f"the key {again!r} occurs twice in one object")
     return value
 
 
 def _number(text: str) -> int | float:
-    """JSON knows one kind of number: 2.0 is as good an integer as 2."""
+    """JSON has one kind of number: 2.0 is an integer just as 2 is."""
     value = float(text)
     return int(value) if value.is_integer() and abs(value) <= MAX_EXACT else value
 

@@ -1,4 +1,4 @@
-"""From a checked body to the service's requests: what both endpoints do alike."""
+"""Turns a validated body into requests to the service, for both generation endpoints."""
 
 from __future__ import annotations
 
@@ -16,50 +16,57 @@ from jaxinfer.serving.service import Service
 
 
 def sampling_params(
-    service: Service, ask: GenerationFields, changes: Mapping[str, Any]
+    service: Service, body: GenerationFields, changes: Mapping[str, Any]
 ) -> SamplingParams:
-    """The sampling parameters that a body asks for, `changes` over them; checks the rest of the
-    fields that both endpoints have."""
-    service.check_model(ask.model or "")
-    if ask.stream_options is not None and not ask.stream:
+    """The sampling parameters of a body, overridden by `changes`.
+
+    Checks the other fields that both endpoints have; raises `ServiceError`.
+    """
+    service.check_model(body.model or "")
+    if body.stream_options is not None and not body.stream:
         raise invalid_field("stream_options", "stream_options needs stream to be true")
-    return service.params({**ask.sampling_fields(), **changes})
+    return service.params({**body.sampling_fields(), **changes})
 
 
 def generation_requests(
-    request: Request, ask: GenerationFields, prompts: Sequence[Prompt], params: SamplingParams
+    request: Request, body: GenerationFields, prompts: Sequence[Prompt], params: SamplingParams
 ) -> list[GenerationRequest]:
-    """One a prompt."""
+    """A request for each prompt."""
     state = request.scope["state"]
-    base = engine_request_id(request, ask.request_id)
+    base = engine_request_id(request, body.request_id)
     ids = [base] if len(prompts) == 1 else [f"{base}.{i}" for i in range(len(prompts))]
     return [
         GenerationRequest(
             prompt,
             params,
             request_id=request_id,
-            priority=ask.priority or 0,
-            cache_salt=ask.cache_salt or "",
-            timeout_s=ask.timeout_s,
+            priority=body.priority or 0,
+            cache_salt=body.cache_salt or "",
+            timeout_s=body.timeout_s,
             protocol="http",
-            user=ask.user or state["key_name"],
+            user=body.user or state["key_name"],
         )
         for prompt, request_id in zip(prompts, ids, strict=True)
     ]
 
 
 def engine_request_id(request: Request, given: str | None) -> str:
-    """The loop's id of a request. The client's `request_id` is taken as it is, and refused while it
-    is in use; an `X-Request-Id` may be that of several, so it becomes the beginning of the id."""
+    """The id of a request in the engine loop.
+
+    The client's `request_id` is used as it is, and refused while it is in use. Several requests may
+    share an `X-Request-Id`, so that header becomes only the beginning of the id.
+    """
     state = request.scope["state"]
     if given is None and state["client_request_id"] is not None:
         return f"{state['request_id']}.{uuid.uuid4().hex[:12]}"
     return given or state["request_id"]
 
 
-def includes_usage(ask: GenerationFields) -> bool:
-    return ask.stream_options is not None and bool(ask.stream_options.include_usage)
+def includes_usage(body: GenerationFields) -> bool:
+    """Whether the last event of the stream is to bring the token counts."""
+    return body.stream_options is not None and bool(body.stream_options.include_usage)
 
 
 def invalid_field(field: str, text: str) -> ServiceError:
+    """The error of a field that cannot be honoured."""
     return ServiceError(ErrorKind.INVALID, text, field=field)

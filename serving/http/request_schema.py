@@ -1,7 +1,7 @@
-"""What a request body may hold: OpenAI's fields, and the engine's own beside them.
+"""The bodies of requests: OpenAI's fields, and fields of the engine's own.
 
-Every field is honoured or refused. Fields of OpenAI's that this server has nothing for are in
-`UNSUPPORTED_*`, each with the values that ask for nothing; null means "not given" everywhere.
+Every field is honoured or refused. OpenAI's fields that this server does not support are in
+`UNSUPPORTED_*`, each with the values that request nothing; null means "not given" everywhere.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from jaxinfer.serving.generation import CHAT_ROLES
 
 TOKEN_ID = {"type": "integer", "minimum": 0, "title": "TokenId"}  # the document adds the maximum
 MAX_ID_LEN = 256  # characters of a request id, a user, a cache salt
-MAX_PROBLEMS = 5  # that one error tells of
-_DECIMAL = "(0|[1-9][0-9]{0,8})"  # one spelling a token id, so no two keys mean the same
+MAX_PROBLEMS = 5  # listed in one error
+_DECIMAL = "(0|[1-9][0-9]{0,8})"  # canonical, so that no two keys mean the same token id
 
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "store": (None, False),
@@ -74,12 +74,12 @@ _UNSUPPORTED_MESSAGE: dict[str, tuple[Any, ...]] = {
 
 def _add_unsupported(fields: Mapping[str, tuple[Any, ...]], schema: dict[str, Any]) -> None:
     for name, values in fields.items():
-        text = "Not supported: these values alone, which ask for nothing."
+        text = "Not supported: only these values, which request nothing, are accepted."
         schema["properties"][name] = {"enum": list(values), "description": text}
 
 
 def _add_either(schema: dict[str, Any]) -> None:
-    """To the schema of `TokenizeRequest`."""
+    """State in the schema of `TokenizeRequest` that it takes a prompt or messages."""
     null = {"type": "null"}
     schema["oneOf"] = [
         {
@@ -111,7 +111,7 @@ def _is_token_ids(value: Any) -> bool:
 
 
 def prompt_forms(value: Any) -> list[str] | list[list[int]]:
-    """OpenAI's four forms of a prompt as two: texts, or lists of token ids."""
+    """Reduce OpenAI's four forms of a prompt to two: texts, or lists of token ids."""
     prompts = [value] if isinstance(value, str) or (value and _is_token_ids(value)) else value
     if isinstance(prompts, list) and prompts:
         if all(isinstance(p, str) for p in prompts):
@@ -158,7 +158,7 @@ def _off(value: Any) -> None:
 
 
 def _content(value: Any) -> str:
-    """A message's text: OpenAI's parts of type text are joined as they are."""
+    """The text of a message; OpenAI's parts of type text are concatenated."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not value:
@@ -166,7 +166,7 @@ def _content(value: Any) -> str:
     for part in value:
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind != "text":
-            raise ValueError(f"a part is of type {kind!r}; this server takes text alone")
+            raise ValueError(f"a part is of type {kind!r}; this server takes only text")
         if kind != "text" or part.keys() != {"type", "text"} or not isinstance(part["text"], str):
             raise ValueError('each part must be {"type": "text", "text": "..."}')
     return "".join(part["text"] for part in value)
@@ -211,7 +211,7 @@ _LOGIT_BIAS_SCHEMA = {
     "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
     "maxProperties": MAX_LOGIT_BIAS,
 }
-# Exactly 0, or from the smallest that still is a division.
+# Exactly 0, or large enough to divide by.
 _TEMPERATURE_SCHEMA = {
     "anyOf": [
         {"type": "number", "enum": [0]},
@@ -235,7 +235,7 @@ class StreamOptions(BaseModel):
 
 
 class GenerationFields(BaseModel):
-    """What both endpoints take. The names are those of `SamplingParams` where it has them."""
+    """The fields of both endpoints, named as in `SamplingParams` where it has them."""
 
     model_config = strict()
     model: str | None = None
@@ -298,7 +298,7 @@ class CompletionRequest(GenerationFields):
 
 
 class Message(BaseModel):
-    """`name` goes to the chat template, which may or may not write it."""
+    """A message; its `name` is passed to the chat template, which may ignore it."""
 
     model_config = strict(_UNSUPPORTED_MESSAGE)
     role: Annotated[Any, PlainValidator(_role), WithJsonSchema(_ROLE_SCHEMA)]
@@ -335,7 +335,7 @@ Request = TypeVar("Request", bound=BaseModel)
 
 
 def parse_request(kind: type[Request], body: dict[str, Any]) -> Request:
-    """Check a body; the `ServiceError` it raises names the first field at fault, tells of all."""
+    """Validate a body; the `ServiceError` names the first field at fault and lists all problems."""
     unsupported = {CompletionRequest: UNSUPPORTED_COMPLETION, ChatRequest: UNSUPPORTED_CHAT}
     body = _without(body, unsupported.get(kind, {}), "")
     messages = body.get("messages")
@@ -358,7 +358,7 @@ def parse_request(kind: type[Request], body: dict[str, Any]) -> Request:
 def _without(
     body: dict[str, Any], unsupported: Mapping[str, tuple[Any, ...]], prefix: str
 ) -> dict[str, Any]:
-    """The body without the fields that ask for nothing; refuses those that ask for something."""
+    """The body without unsupported fields; raises `ServiceError` if one requests something."""
     for name, values in unsupported.items():
         if name in body and not any(_is_same(body[name], value) for value in values):
             text = f"{prefix}{name} is not supported by this server; leave it out"
@@ -383,7 +383,7 @@ def _describe(problem: dict[str, Any]) -> str:
 
 
 def _path(loc: tuple[int | str, ...]) -> str:
-    """`messages[0].content`"""
+    """A location as a path, such as `messages[0].content`."""
     path = ""
     for part in loc:
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part

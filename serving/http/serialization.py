@@ -1,21 +1,99 @@
-"""What the writers of both endpoints share: JSON as bytes, with little work for each token."""
+"""Response bodies to JSON bytes, with little work for each token.
+
+A chunk that brings nothing but text is the common case of a stream. All such chunks of one choice
+differ in that text alone, so the chunk is encoded once, around a marker, and the text of each token
+is put in the marker's place: 0.4 us instead of 2.6 us for an event.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from typing import Any
+import json.encoder
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Generic, NamedTuple, TypeVar
 
+from pydantic import TypeAdapter
+
+from jaxinfer.engine.request import FinishReason
 from jaxinfer.serving.generation import Delta
+from jaxinfer.serving.http import response_schema as schema
 from jaxinfer.serving.http.logprobs import TokenNames, prompt_logprobs
 from jaxinfer.serving.stream import Stream
 
-to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
-FINISH_REASONS = {None: "null", "stop": '"stop"', "length": '"length"', "abort": '"stop"'}
+T = TypeVar("T")
+
+# A client never learns the marker before it is used, so no text of one can hold it.
+MARKER = uuid.uuid4().hex
+
+_FINISH_REASONS: Mapping[FinishReason, schema.FinishReason] = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.ABORT: "stop",
+}
 
 
-def usage(streams: Sequence[Stream]) -> dict[str, Any]:
-    """Tokens of an answer's requests together."""
+class JsonEncoder(Generic[T]):
+    """Encodes values of one type of `response_schema` as compact UTF-8 JSON.
+
+    A value that does not match the type raises `PydanticSerializationError`.
+    """
+
+    def __init__(self, kind: type[T]):
+        self._to_json = TypeAdapter(kind).serializer.to_json
+
+    def __call__(self, value: T) -> bytes:
+        return self._to_json(value, warnings="error")
+
+
+class JsonTemplate:
+    """An encoded value in which one string, `MARKER`, is still to be replaced."""
+
+    def __init__(self, encoded: bytes, *, prefix: bytes = b"", suffix: bytes = b""):
+        before, after = encoded.split(f'"{MARKER}"'.encode())
+        self._before, self._after = prefix + before, after + suffix
+
+    def fill(self, value: str) -> bytes:
+        """The value with `value`, which is JSON itself, in the marker's place."""
+        return self._before + value.encode() + self._after
+
+
+class TextEvents(Generic[T]):
+    """The events of one streamed response, each a chunk of type `T`."""
+
+    def __init__(self, encode: JsonEncoder[T], text_chunk: Callable[[int, str], T]):
+        """`text_chunk(index, text)` is the chunk that brings text alone to a choice."""
+        self._encode = encode
+        self._text_chunk = text_chunk
+        self._templates: dict[int, JsonTemplate] = {}  # by choice
+
+    def chunk(self, chunk: T) -> bytes:
+        return event(self._encode(chunk))
+
+    def text(self, index: int, text: str) -> bytes:
+        """The event of `text_chunk(index, text)`."""
+        template = self._templates.get(index)
+        if template is None:
+            encoded = self._encode(self._text_chunk(index, MARKER))
+            template = JsonTemplate(encoded, prefix=b"data: ", suffix=b"\n\n")
+            self._templates[index] = template
+        return template.fill(json.encoder.encode_basestring(text))
+
+
+class ResponseIdentity(NamedTuple):
+    """The fields that a response and all its chunks have in common."""
+
+    id: str
+    created: int  # seconds of the Unix epoch
+    model: str
+
+
+def event(data: bytes) -> bytes:
+    """A server-sent event."""
+    return b"data: " + data + b"\n\n"
+
+
+def usage(streams: Sequence[Stream]) -> schema.Usage:
+    """The token counts of a response's requests together."""
     num_prompt = sum(stream.usage.prompt_tokens for stream in streams)
     num_output = sum(stream.usage.output_tokens for stream in streams)
     num_cached = sum(stream.usage.cached_tokens for stream in streams)
@@ -27,40 +105,35 @@ def usage(streams: Sequence[Stream]) -> dict[str, Any]:
     }
 
 
-class Envelope:
-    """The part of every event and of the whole answer that does not change."""
+def finish_reason(delta: Delta) -> schema.FinishReason | None:
+    """OpenAI's name of the reason; None while the sample goes on."""
+    return None if delta.finish_reason is None else _FINISH_REASONS[delta.finish_reason]
 
-    def __init__(self, response_id: str, kind: str, created: int, model: str):
-        fields = {"id": response_id, "object": kind, "created": created, "model": model}
-        self._opening = to_json(fields)[:-1] + ',"choices":['
 
-    def event(self, choice: str, *, usage_field: str) -> bytes:
-        """`usage_field` is empty, or `,"usage":...`."""
-        return f"data: {self._opening}{choice}]{usage_field}}}\n\n".encode()
-
-    def whole(self, choices: Sequence[str], streams: Sequence[Stream]) -> bytes:
-        text = f'{self._opening}{",".join(choices)}],"usage":{to_json(usage(streams))}}}'
-        return text.encode()
+def final_reason(sample: Delta) -> schema.FinishReason:
+    """OpenAI's name of the reason why a complete sample ended."""
+    assert sample.finish_reason is not None
+    return _FINISH_REASONS[sample.finish_reason]
 
 
 class PromptLogprobs:
-    """The extra field `prompt_logprobs` of a choice, with its first token."""
+    """The field `prompt_logprobs` of a choice, sent with its first token."""
 
     def __init__(self, num_top: int | None, names: TokenNames):
         self._num_top = num_top
         self._names = names
 
-    def field(self, stream: Stream) -> str:
-        """Empty, or `,"prompt_logprobs":[...]`."""
+    def read(self, stream: Stream) -> list[schema.ChatLogprob | None] | None:
+        """The field's value; None where the request does not ask for it."""
         if self._num_top is None:
-            return ""
+            return None
         entries = [
             None if entry is None else entry._replace(top=entry.top[: self._num_top])
             for entry in stream.prompt_logprobs or ()
         ]
-        return f',"prompt_logprobs":{to_json(prompt_logprobs(entries, self._names))}'
+        return prompt_logprobs(entries, self._names)
 
 
-def has_nothing_to_show(delta: Delta) -> bool:
-    """A token that is part of a character, or of what may become a stop string."""
+def is_empty(delta: Delta) -> bool:
+    """Whether a delta shows nothing yet: a part of a character, or of a possible stop string."""
     return not delta.text and not delta.logprobs and delta.finish_reason is None

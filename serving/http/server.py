@@ -1,4 +1,4 @@
-"""uvicorn around the app: started and stopped by its owner, with time limits on slow clients."""
+"""uvicorn as an object to start and stop, with time limits on slow clients."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from jaxinfer.serving.config import ServingConfig
 
-MAX_HEADER_BYTES = 65_536  # of a request line and its headers
-BACKLOG = 2048  # connections that the kernel keeps for us; a burst of them is refused by us
+MAX_HEADER_BYTES = 65_536  # request line and headers together
+BACKLOG = 2048  # a burst of connections reaches the app, which refuses those it cannot serve
 
 
 def build_http_server(app: Any, config: ServingConfig) -> HttpServer:
-    """A server for `app` on `config.host` and `config.http_port`, over TLS where it is set."""
+    """A server for `app` on `config.host` and `config.http_port`, over TLS if it is configured."""
     return HttpServer(app, config)
 
 
 class HttpServer:
-    """`start`, then `stop`, both in the same event loop; signals are left to the process."""
+    """An HTTP server to `start` and `stop` in one event loop. It installs no signal handlers."""
 
     def __init__(self, app: Any, config: ServingConfig):
         self._host, self._port = config.host, config.http_port or 0
@@ -50,9 +50,12 @@ class HttpServer:
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> int:
-        """Listen; returns the port. `OSError` if the address is taken or is none of this machine's,
-        or a TLS file cannot be read."""
-        self._server.config.load()  # here, so that its errors are the caller's
+        """Listen; returns the port.
+
+        Raises `OSError` if the address is in use or not one of this machine's, or if a TLS file
+        cannot be read.
+        """
+        self._server.config.load()  # here, so that its errors reach the caller
         listener = _listen(self._host, self._port)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]), name="http")
         await self._server.is_up.wait()
@@ -60,11 +63,11 @@ class HttpServer:
 
     @property
     def num_connections(self) -> int:
-        """Open ones, idle or not."""
+        """Open connections, idle or not."""
         return len(self._server.server_state.connections)
 
     async def stop(self, grace_s: float) -> None:
-        """Take no more connections, wait `grace_s` for those at work, then cut them."""
+        """Accept no more connections, give those at work `grace_s` seconds, then abort them."""
         if self._serving is None:
             return
         self._server.config.timeout_graceful_shutdown = grace_s  # type: ignore[assignment]
@@ -79,7 +82,7 @@ class HttpServer:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's, but for its signal handlers; `is_up` is set when it listens."""
+    """uvicorn's server without its signal handlers; `is_up` is set once it listens."""
 
     def __init__(self, config: uvicorn.Config):
         super().__init__(config)
@@ -111,16 +114,17 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _protocol(send_timeout_s: float, header_timeout_s: float) -> type[asyncio.Protocol]:
-    """uvicorn makes a protocol itself, a connection: its options are its class's."""
+    """A protocol class with these options: uvicorn instantiates it for each connection."""
     options = {"send_timeout_s": send_timeout_s, "header_timeout_s": header_timeout_s}
     return type("TimedProtocol", (_TimedProtocol,), options)
 
 
 class _TimedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol, which in time cuts whoever takes no byte or does not finish its headers.
+    """uvicorn's protocol, with time limits: it aborts the connection of a client that reads nothing
+    or does not finish its headers.
 
-    The transport tells when its buffer is full and when it has been read, so this costs nothing a
-    write.
+    The transport reports when its buffer is full and when it has drained, so that a write costs
+    nothing extra.
     """
 
     send_timeout_s: float  # 0: none
@@ -141,13 +145,13 @@ class _TimedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self._header_timer is not None:  # they have not ended yet
+        if self._header_timer is not None:  # the headers are incomplete
             self._num_header_bytes += len(data)
             if self._num_header_bytes > MAX_HEADER_BYTES:
                 self.transport.abort()
                 return
-        # What is left of a body after its refusal is dropped: a client that is cut while it
-        # sends may never see the refusal. One that stops sending is idle, as any other.
+        # The rest of a refused body is read and dropped: a client whose connection is aborted while
+        # it sends may never see the refusal. One that stops sending counts as idle.
         is_done = self.cycle is not None and self.cycle.response_complete
         if is_done and self.timeout_keep_alive_task is None:
             self.timeout_keep_alive_task = self.loop.call_later(
@@ -174,7 +178,7 @@ class _TimedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def timeout_keep_alive_handler(self) -> None:
-        if self.transport.get_write_buffer_size():  # closing would wait for it to be read
+        if self.transport.get_write_buffer_size():  # closing would wait until it is read
             self.transport.abort()
         else:
             super().timeout_keep_alive_handler()
