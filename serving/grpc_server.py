@@ -69,7 +69,7 @@ class GrpcServer:
         self._keys = keys
         self._credentials = server_credentials(config.tls)
         self._inference = _Inference(service, config.limits.send_timeout_s, keys, metrics)
-        self._on_refused = lambda: metrics.refused("grpc", ErrorKind.UNAUTHENTICATED)
+        self._on_refused = lambda: metrics.count_refusal("grpc", ErrorKind.UNAUTHENTICATED)
         self._state = health
         self._health = HealthServicer()
         self._server: grpc.aio.Server | None = None
@@ -204,7 +204,7 @@ class _Inference:
             )
         except ServiceError as error:
             if not taken.is_set():
-                self._metrics.refused("grpc", error.kind)
+                self._metrics.count_refusal("grpc", error.kind)
             raise
         if made.is_large:
             return await asyncio.to_thread(messages.embeddings, made)
@@ -238,7 +238,7 @@ class _Inference:
         try:
             return await self._ask(request, context)
         except ServiceError as error:
-            self._metrics.refused("grpc", error.kind)
+            self._metrics.count_refusal("grpc", error.kind)
             raise
 
     async def _ask(self, request: pb.GenerateRequest, context: Context) -> Stream:

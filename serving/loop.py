@@ -1,24 +1,23 @@
-"""Between asyncio and the engine: one thread owns the engine, the event loop owns the clients.
+"""Connects asyncio and the engine: one thread owns the engine, the event loop owns the clients.
 
-    door -> EngineLoop.submit -> inbox ==> engine thread: add, step, abort, expire
-    door <- Stream            <- outbox <== one call into the event loop a step
+    protocol -> EngineLoop.submit -> inbox ==> engine thread: add, step, abort, expire
+    protocol <- Stream            <- outbox <== one call into the event loop a step
 
-Rules, each with a test:
+Each of these rules has a test:
 
-* **Inbox.** A request is taken while fewer than `scheduler.max_num_seqs + limits.max_waiting`
-samples
-  (of an encoder: texts, `max_waiting_texts`) are unfinished, and while prompts that wait for their
-  first token stay within `limits.max_waiting_tokens`; else it is refused at once (OVERLOADED).
-* **Outbox.** What a client has not read is joined into one delta a sample, so it grows with tokens
-  alone. A client that leaves more than `limits.max_unread_tokens` of them unread has its request
-  cancelled (SLOW_READER); nobody waits for it.
-* **Leaving.** `Stream.cancel` aborts the request before the next step; its pages are free then.
-* **Deadline.** A timer of the event loop; when it rings the request is aborted before the next
-  step. One that has passed before the engine took the request costs nothing: it is never added.
-* **Death.** If the engine raises in a step, or `fail` is called, every stream ends with that error,
-  and none is taken any more.
+* **Inbox.** A request is accepted while fewer than `scheduler.max_num_seqs + limits.max_waiting`
+  samples (for an encoder: texts, `max_waiting_texts`) are unfinished, and while the prompts without
+  a first token stay within `limits.max_waiting_tokens`; else it is refused at once (OVERLOADED).
+* **Outbox.** Unread output is joined into one delta a sample, so that it grows with its tokens
+  alone. If a client leaves more than `limits.max_unread_tokens` of them unread, its request is
+  cancelled (SLOW_READER); other requests do not wait for it.
+* **Cancellation.** `Stream.cancel` aborts the request before the next step, which frees its pages.
+* **Deadline.** It is a timer of the event loop; when it fires, the request is aborted before the
+  next step. A request whose deadline passes before the engine adds it is never added.
+* **Failure.** If the engine raises in a step, or `fail` is called, every stream ends with that
+  error, and no further request is accepted.
 
-All methods are for the event loop's thread, unless said.
+All methods are for the event loop's thread, unless they say otherwise.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ from jaxinfer.serving.stream import Stream
 
 
 class StepResult(NamedTuple):
-    """What a step brought to a sample; made in the engine's thread."""
+    """The output of one step for one sample; created in the engine's thread."""
 
     stream: Stream
     delta: Delta
@@ -56,9 +55,9 @@ class StepResult(NamedTuple):
 
 
 class EngineLoop:
-    """Runs an engine in a thread of its own, for the event loop that `start` is called in.
+    """Runs an engine in a thread of its own, for the event loop in which `start` is called.
 
-    `on_fatal(error)` is called in the event loop when the engine's thread has died.
+    `on_fatal(error)` is called in the event loop when the engine's thread has ended by an error.
     """
 
     def __init__(
@@ -71,10 +70,12 @@ class EngineLoop:
     ):
         self.engine = engine
         self.limits = limits or LimitsConfig()
-        self.stats = engine.stats  # a snapshot, after the last step
-        self.failure: ServiceError | None = None  # set: nothing is served any more
+        self.stats = engine.stats  # as of the last step
+        self.failure: ServiceError | None = None  # once set, no request is served
         self.is_draining = False
-        self.step_started: float | None = None  # monotonic; for the watchdog. None: between steps
+        self.step_started: float | None = (
+            None  # monotonic time, for the watchdog; None: no step runs
+        )
         self._observers = Observers(observers)
         self._on_fatal = on_fatal
         self._quota = AdmissionQuota(engine, self.limits)
@@ -84,24 +85,25 @@ class EngineLoop:
         self._is_idle = asyncio.Event()
         self._is_idle.set()
 
-        # What the engine's thread is to do, with whom.
+        # Actions for the engine's thread, each with its stream.
         self._inbox: collections.deque[tuple[Callable[[Stream], None], Stream]]
         self._inbox = collections.deque()
         self._wakeup = threading.Event()
         self._is_stopping = False
-        # The engine's thread: whose each sample is, by an id that no client chose and none shares.
+        # The engine thread's: the stream and index of each sample, by the engine's id, which is
+        # unique and not chosen by a client.
         self._running: dict[str, tuple[Stream, int]] = {}
         self._samples: dict[Stream, list[Request]] = {}
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
-        """Start the engine's thread; deltas arrive in the running event loop."""
-        self._events = asyncio.get_running_loop()
+        """Start the engine's thread; deltas are delivered in the running event loop."""
+        self._event_loop = asyncio.get_running_loop()
         self._thread.start()
 
     @property
     def num_streams(self) -> int:
-        """Requests under way."""
+        """The number of unfinished requests."""
         return len(self._streams)
 
     @property
@@ -109,7 +111,7 @@ class EngineLoop:
         return self.failure is None and self._thread.is_alive()
 
     def check_capacity(self, num_samples: int = 1) -> None:
-        """Raise what `submit` would for a full queue, before any work is done for the request."""
+        """Raise the error of `submit` for a full queue, before any work is done for the request."""
         if self.failure is not None:
             raise self.failure
         if self.is_draining:
@@ -121,14 +123,14 @@ class EngineLoop:
         self._quota.check(num_samples)
 
     @contextlib.contextmanager
-    def place(self, num_samples: int) -> Iterator[Callable[[], None]]:
-        """Hold places in the queue while a request is prepared; raises as `check_capacity`.
+    def reserve(self, num_samples: int) -> Iterator[Callable[[], None]]:
+        """Reserve capacity while a request is prepared; raises as `check_capacity`.
 
-        Many may be prepared at once: without it all would find the same place free. What it gives
-        frees one place, for a `submit` right after.
+        Without a reservation all requests that are prepared at once would find the same capacity.
+        Each call of the result releases one sample's, for a `submit` right after it.
         """
         self.check_capacity(num_samples)
-        with self._quota.hold(num_samples) as release_one:
+        with self._quota.reserve(num_samples) as release_one:
             yield release_one
 
     def submit(
@@ -136,7 +138,7 @@ class EngineLoop:
     ) -> Stream:
         """Queue a request; raises `ServiceError` at once if it cannot be served.
 
-        Its time runs from `submitted_at`, by the monotonic clock.
+        Its deadline and its latencies count from `submitted_at`, by the monotonic clock.
         """
         params = request.params
         self.check_capacity(params.n)
@@ -153,7 +155,7 @@ class EngineLoop:
             self.engine.check(prompt_token_ids, params, priority=request.priority)
         except InvalidRequestError as error:
             raise ServiceError(ErrorKind.INVALID, str(error), field=error.field) from error
-        request_id = self._id_for(request)
+        request_id = self._request_id(request)
         timeout_s = self.limits.timeout_s if request.timeout_s is None else request.timeout_s
         if not 0 <= timeout_s <= self.limits.timeout_s:  # NaN too
             raise ServiceError(
@@ -163,36 +165,36 @@ class EngineLoop:
                 field="timeout_s",
             )
         stream = Stream(
-            request, request_id, prompt_token_ids, submitted_at, on_cancel=self._cancelled
+            request, request_id, prompt_token_ids, submitted_at, on_cancel=self._on_cancel
         )
         stream.deadline = deadline = submitted_at + timeout_s
         self._streams[request_id] = stream
-        self._quota.num_taken += params.n
+        self._quota.num_used += params.n
         self._num_waiting_tokens += len(prompt_token_ids)
         self._is_idle.clear()
         delay = max(0.0, deadline - time.monotonic())
-        stream.timer = self._events.call_later(delay, self._expired, stream)
-        self._post(self._add, stream)
+        stream.timer = self._event_loop.call_later(delay, self._on_deadline, stream)
+        self._enqueue(self._add, stream)
         return stream
 
     def end(self, stream: Stream, error: ServiceError) -> None:
         """End a stream with `error` and abort its request; no effect once it has ended."""
-        if self._forget(stream):
+        if self._release(stream):
             stream.fail(error)
-            self._post(self._abort, stream)
-            self._ended(stream)
+            self._enqueue(self._abort, stream)
+            self._record_end(stream)
 
     def fail(self, error: ServiceError) -> None:
-        """End everything with `error`, and refuse what comes; the thread is left where it is."""
+        """End all streams with `error` and refuse further requests; the thread is left as it is."""
         if self.failure is None:
             self.failure = error
         for stream in list(self._streams.values()):
-            if self._forget(stream):
+            if self._release(stream):
                 stream.fail(error)
-                self._ended(stream)
+                self._record_end(stream)
 
     async def drain(self, timeout_s: float) -> bool:
-        """Refuse what comes and let what is under way finish; False: it was cut at the timeout."""
+        """Refuse new requests and wait for the others; False: the timeout cut some off."""
         self.is_draining = True
         try:
             async with asyncio.timeout(timeout_s):
@@ -205,7 +207,7 @@ class EngineLoop:
             return False
 
     async def stop(self) -> None:
-        """End the engine's thread; what is under way ends as UNAVAILABLE."""
+        """End the engine's thread; unfinished requests end as UNAVAILABLE."""
         self.is_draining = True
         for stream in list(self._streams.values()):
             self.end(stream, ServiceError(ErrorKind.UNAVAILABLE, "the server has stopped"))
@@ -214,7 +216,7 @@ class EngineLoop:
         if self.failure is None and self._thread.is_alive():
             await asyncio.to_thread(self._thread.join)
 
-    def _id_for(self, request: GenerationRequest) -> str:
+    def _request_id(self, request: GenerationRequest) -> str:
         if request.request_id is not None:
             if request.request_id in self._streams:
                 raise ServiceError(
@@ -227,16 +229,16 @@ class EngineLoop:
             pass
         return name
 
-    def _post(self, action: Callable[[Stream], None], stream: Stream) -> None:
+    def _enqueue(self, action: Callable[[Stream], None], stream: Stream) -> None:
         self._inbox.append((action, stream))
         self._wakeup.set()
 
-    def _forget(self, stream: Stream) -> bool:
-        """Take a stream off the books; False if it is off already."""
+    def _release(self, stream: Stream) -> bool:
+        """Remove a stream and release its capacity; False if that has happened already."""
         if self._streams.get(stream.id) is not stream:
             return False
         del self._streams[stream.id]
-        self._quota.num_taken -= stream.num_unfinished
+        self._quota.num_used -= stream.num_unfinished
         if stream.timer is not None:
             stream.timer.cancel()
         if stream.timing.first_token_s is None:
@@ -245,20 +247,20 @@ class EngineLoop:
             self._is_idle.set()
         return True
 
-    def _ended(self, stream: Stream) -> None:
+    def _record_end(self, stream: Stream) -> None:
         stream.timing.total_s = time.monotonic() - stream.submitted_at
         self._observers.end(stream)
 
-    def _deliver(self, news: list[StepResult], stats: EngineStats) -> None:
-        """A step's news, in the event loop."""
+    def _deliver(self, results: list[StepResult], stats: EngineStats) -> None:
+        """Hand the results of a step to their streams, in the event loop."""
         self.stats = stats
         self._observers.step(stats)
         now = time.monotonic()
-        for stream, delta, request in news:
+        for stream, delta, request in results:
             if self._streams.get(stream.id) is stream:
-                self._take(stream, delta, request, now)
+                self._apply(stream, delta, request, now)
 
-    def _take(self, stream: Stream, delta: Delta, request: Request, now: float) -> None:
+    def _apply(self, stream: Stream, delta: Delta, request: Request, now: float) -> None:
         timing, usage = stream.timing, stream.usage
         if timing.first_token_s is None:
             timing.first_token_s = now - stream.submitted_at
@@ -274,9 +276,9 @@ class EngineLoop:
         self._observers.delta(stream, delta)
         if delta.finish_reason is not None:
             stream.num_unfinished -= 1
-            self._quota.num_taken -= 1
-            if stream.num_unfinished == 0 and self._forget(stream):
-                self._ended(stream)
+            self._quota.num_used -= 1
+            if stream.num_unfinished == 0 and self._release(stream):
+                self._record_end(stream)
                 return
         if stream.num_unread > self.limits.max_unread_tokens:
             text = (
@@ -285,28 +287,28 @@ class EngineLoop:
             )
             self.end(stream, ServiceError(ErrorKind.SLOW_READER, text))
 
-    def _cancelled(self, stream: Stream) -> None:
+    def _on_cancel(self, stream: Stream) -> None:
         text = f"request {stream.id!r} was cancelled"
         self.end(stream, ServiceError(ErrorKind.CANCELLED, text))
 
-    def _expired(self, stream: Stream) -> None:
+    def _on_deadline(self, stream: Stream) -> None:
         text = f"request {stream.id!r} was not done by its deadline"
         self.end(stream, ServiceError(ErrorKind.DEADLINE, text))
 
-    def _refused(self, stream: Stream, error: Exception) -> None:
-        """The engine did not take it after all."""
+    def _on_refused(self, stream: Stream, error: Exception) -> None:
+        """End a stream whose request the engine refused when it was added."""
         if isinstance(error, InvalidRequestError):
             failure = ServiceError(ErrorKind.INVALID, str(error), field=error.field)
         else:
             failure = ServiceError(ErrorKind.INTERNAL, "the engine could not take the request")
         self.end(stream, failure)
 
-    def _died(self, error: BaseException) -> None:
+    def _on_thread_error(self, error: BaseException) -> None:
         text = f"the engine has stopped: {type(error).__name__}: {error}"
         self.fail(ServiceError(ErrorKind.INTERNAL, text))
         self._on_fatal(error)
 
-    # What follows runs in the engine's thread.
+    # The methods below run in the engine's thread.
 
     def _run(self) -> None:
         try:
@@ -316,12 +318,14 @@ class EngineLoop:
                     self._step()
                 else:
                     self._wakeup.wait()
-            self._read_inbox()  # the aborts of what was under way
-        except HostsError as error:  # of another process: no place here explains it
-            self._call(self._died, error)
+            self._read_inbox()  # the aborts of unfinished requests
+        except (
+            HostsError
+        ) as error:  # another process failed: a stack trace here would not explain it
+            self._call(self._on_thread_error, error)
         except BaseException as error:
-            logging.exception("the engine's thread died")
-            self._call(self._died, error)
+            logging.exception("the engine's thread failed")
+            self._call(self._on_thread_error, error)
 
     def _read_inbox(self) -> None:
         self._wakeup.clear()
@@ -330,7 +334,7 @@ class EngineLoop:
             action(stream)
 
     def _add(self, stream: Stream) -> None:
-        # Cancelled on the way, or too late: its timer says so to the client.
+        # It was cancelled while queued, or its deadline has passed, which its timer reports.
         if stream.is_finished or stream.deadline <= time.monotonic():
             return
         request = stream.request
@@ -344,7 +348,7 @@ class EngineLoop:
         except Exception as error:
             if not isinstance(error, InvalidRequestError):
                 logging.exception("request %s", stream.id)
-            self._call(self._refused, stream, error)
+            self._call(self._on_refused, stream, error)
             return
         self._samples[stream] = samples
         for index, sample in enumerate(samples):
@@ -359,12 +363,10 @@ class EngineLoop:
         self.step_started = time.monotonic()
         updates = self.engine.step()
         self.step_started = None
-        news = [
-            StepResult(*self._news(u), u.request) for u in updates if u.request.id in self._running
-        ]
-        self._call(self._deliver, news, self.engine.stats)
+        results = [self._result(update) for update in updates if update.request.id in self._running]
+        self._call(self._deliver, results, self.engine.stats)
 
-    def _news(self, update: Update) -> tuple[Stream, Delta]:
+    def _result(self, update: Update) -> StepResult:
         request = update.request
         stream, index = self._running[request.id]
         logprobs: list[TokenLogprobs] = []
@@ -375,11 +377,11 @@ class EngineLoop:
             if not any(s.id in self._running for s in self._samples[stream]):
                 del self._samples[stream]
         new = update.text, update.token_ids, logprobs, update.finish_reason, update.embedding
-        return stream, Delta(index, *new)
+        return StepResult(stream, Delta(index, *new), request)
 
     def _call(self, function: Callable[..., None], *args: object) -> None:
-        """Run `function` in the event loop; nobody is left to tell once that has closed."""
+        """Run `function` in the event loop, or stop the thread if the loop is closed."""
         try:
-            self._events.call_soon_threadsafe(function, *args)
+            self._event_loop.call_soon_threadsafe(function, *args)
         except RuntimeError:
             self._is_stopping = True

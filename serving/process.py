@@ -1,21 +1,21 @@
-"""The server's process: from a checkpoint's name to an exit code.
+"""The server's process, from a checkpoint's name to an exit code.
 
     check options, bind ports -> load, compile -> SERVING ... signal -> drain -> exit
 
-**Start.** Whatever can be wrong with the options (packages, keys, certificates, ports) is found
-before the model is loaded. The HTTP port answers while it loads (see `startup`); gRPC's is
-checked, and answers once the programs are compiled. When requests are taken, one line of JSON goes
-to stdout: the addresses. Everything else goes to stderr.
+**Startup.** All errors in the options (packages, keys, certificates, ports) are found before the
+model is loaded. The HTTP port answers while the model loads (see `startup`); the gRPC port is
+checked, and answers once the programs are compiled. When requests are accepted, one line of JSON
+with the addresses is written to stdout. All other output goes to stderr.
 
-**End.** Exit codes:
+**Shutdown.** The exit codes are:
 
-* 0: SIGTERM or SIGINT; what was under way has finished, or was cut after `serving.drain_s`. While
-  the model is still loading there is nothing to finish, and the end is at once.
-* 128 + signal (130, 143): a second signal; what was under way is lost.
-* 70: the engine is lost (its thread died, a step did not return in `serving.watchdog_s`, or one of
-  the other processes that the model runs on is lost).
-  Requests under way end with that reason, new ones are refused, the stacks of all threads are on
-  stderr, and the process ends within `LAST_RESORT_S`, even where the event loop is stuck.
+* 0: SIGTERM or SIGINT; unfinished requests have finished, or were cut off after `serving.drain_s`.
+  While the model is still loading there is nothing to finish, and the process exits at once.
+* 128 + signal (130, 143): a second signal; unfinished requests are lost.
+* 70: the engine is lost (its thread failed, a step did not return in `serving.watchdog_s`, or one
+  of the other processes that run the model is lost). Unfinished requests fail with that reason, new
+  ones are refused, the stacks of all threads are written to stderr, and the process ends within
+  `KILL_S`, even if the event loop is blocked.
 """
 
 from __future__ import annotations
@@ -55,24 +55,24 @@ from jaxinfer.serving.watchdog import Watchdog
 
 T = TypeVar("T")
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)  # which end the server
-EXIT_DEAD = 70  # EX_SOFTWARE of sysexits.h
-GRACE_S = 3.0  # for the last bytes of answers, and for errors, to reach their clients
-STOP_S = 10.0  # for the engine's thread to end, once nothing is under way
-LAST_RESORT_S = 8.0  # from a death to the end of the process, whatever hangs
+SIGNALS = (signal.SIGTERM, signal.SIGINT)  # these end the server
+EXIT_FATAL = 70  # EX_SOFTWARE of sysexits.h
+GRACE_S = 3.0  # for the last bytes of responses, and for errors, to reach the clients
+STOP_S = 10.0  # for the engine's thread to end once it has no requests
+KILL_S = 8.0  # from a fatal error to the end of the process, even if a thread hangs
 
 
 def serve(
     model: str, engine_config: EngineConfig, config: ServingConfig, peers: Peers = ALONE
 ) -> int:
-    """Serve until a signal or a death; the exit code. For the main thread, once a process, of
-    `peers` for process 0.
+    """Serve until a signal or a fatal error; returns the exit code.
 
-    Raises `ConfigError`, `CheckpointError` or `OSError`, which name what is wrong and the way out.
-    After a death, and on a second signal, it does not return: the process ends.
+    It is for the main thread, once a process, and of several processes (`peers`) for process 0.
+    Raises `ConfigError`, `CheckpointError` or `OSError`, which name the problem and the way out.
+    After a fatal error, and on a second signal, it does not return: the process ends.
     """
     server = _Server(model, engine_config, config, peers)
-    with _handlers_kept(), asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with _restored_signal_handlers(), asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(server.run())
 
 
@@ -84,31 +84,32 @@ class _Server:
         self._model = model
         self._engine_config = engine_config
         self._config = config
-        self._shutdown_requested = asyncio.Event()  # to end
+        self._shutdown_requested = asyncio.Event()
         self._signal: int | None = None
-        self._death: str | None = None
-        self._events: asyncio.AbstractEventLoop
+        self._fatal_lock = threading.Lock()
+        self._fatal_reason: str | None = None
+        self._event_loop: asyncio.AbstractEventLoop
         self._loop: EngineLoop
         self._watchdog: Watchdog
-        self._tracing: Any = None  # its package may be missing
+        self._tracing: Any = None  # `Tracing`, whose package may be missing
         self._grpc: GrpcServer | None = None
         self._grpc_port: int | None = None
         self._health = Health()
         self._metrics = Metrics(self._health)
         self._keys = ApiKeys.from_file(config.api_keys_file) if config.api_keys_file else None
-        server_credentials(config.tls)  # for its checks: uvicorn reads the same files
+        server_credentials(config.tls)  # for its checks; uvicorn reads the same files
         self._make_tracing = _tracing_maker(config)
         self._startup = StartupApp(self._health)
         self._http: HttpServer | None = None
         self._http_port: int | None = None
 
     async def run(self) -> int:
-        self._events = asyncio.get_running_loop()
-        self._peers.on_lost(self._on_lost)
+        self._event_loop = asyncio.get_running_loop()
+        self._peers.on_lost(self._on_peer_lost)
         for number in SIGNALS:
-            self._events.add_signal_handler(number, self._on_signal, number)
+            self._event_loop.add_signal_handler(number, self._on_signal, number)
         try:
-            await self._take_ports()
+            await self._bind_ports()
             engine, generation = await _in_daemon_thread(self._load)
             await self._open(engine, generation)
         except BaseException:
@@ -118,14 +119,14 @@ class _Server:
         await self._shutdown_requested.wait()
         return await self._end()
 
-    async def _take_ports(self) -> None:
+    async def _bind_ports(self) -> None:
         config = self._config
         if config.http_port is not None:
             http = build_http_server(self._startup, config)
             with port_errors(config.host, config.http_port, "serving.http_port"):
                 self._http_port = await http.start()
             self._http = http
-        if config.grpc_port is not None:  # gRPC listens later, in its own way; can it?
+        if config.grpc_port is not None:  # gRPC binds its port itself, once it can answer
             check_port(config.host, config.grpc_port, "serving.grpc_port")
 
     def _load(self) -> tuple[Engine | Replicas | Embedder, GenerationDefaults]:
@@ -133,14 +134,14 @@ class _Server:
             self._model,
             self._engine_config,
             show_progress=sys.stderr.isatty(),
-            on_loaded=lambda engine: _print_status(_plan(engine)),
+            on_loaded=lambda engine: _print_status(_describe_engine(engine)),
             peers=self._peers,
         )
 
     async def _open(
         self, engine: Engine | Replicas | Embedder, generation: GenerationDefaults
     ) -> None:
-        """From a warm engine to doors that take requests."""
+        """Start the loop and the servers around a warm engine."""
         config = self._config
         write_request_log(sys.stderr)
         self._tracing = self._make_tracing(config.model_name or engine.name)
@@ -151,14 +152,14 @@ class _Server:
             engine,
             config.limits,
             observers=tuple(observers),
-            on_fatal=self._on_engine_death,
+            on_fatal=self._on_engine_error,
         )
         service = Service(engine, loop, generation=generation, model_name=config.model_name)
         self._metrics.watch(loop, service.model.name)
         calm_collector()
         compute_behind_serving()
         loop.start()
-        self._watchdog = Watchdog(loop, config.watchdog_s, self._on_failure)
+        self._watchdog = Watchdog(loop, config.watchdog_s, self._on_watchdog)
         self._watchdog.start()
         if config.grpc_port is not None:
             self._grpc = build_grpc_server(service, config, self._keys, self._health, self._metrics)
@@ -171,20 +172,20 @@ class _Server:
         self._announce(service.model.name, has_page=has_page)
 
     def _announce(self, model_name: str, *, has_page: bool) -> None:
-        """The addresses: a line of JSON for programs, one of text for people."""
+        """Print the addresses: one line of JSON for programs, one of text for people."""
         host, scheme = _reachable(self._config.host), "http"
         if self._config.tls.certificate is not None:
             scheme = "https"
         http = None if self._http_port is None else f"{scheme}://{host}:{self._http_port}"
         grpc = None if self._grpc_port is None else f"{host}:{self._grpc_port}"
-        about = {"http": http, "grpc": grpc, "model": model_name, "pid": os.getpid()}
-        print(json.dumps(about), flush=True)
-        places = [
+        addresses = {"http": http, "grpc": grpc, "model": model_name, "pid": os.getpid()}
+        print(json.dumps(addresses), flush=True)
+        endpoints = [
             f"page {http}/" if http and has_page else None,
             f"API {http}/v1" if http else None,
             f"gRPC {grpc}" if grpc else None,
         ]
-        _print_status(f"serving {model_name}: " + ", ".join(place for place in places if place))
+        _print_status(f"serving {model_name}: " + ", ".join(filter(None, endpoints)))
 
     def _on_signal(self, number: int) -> None:
         name = signal.Signals(number).name
@@ -199,71 +200,71 @@ class _Server:
             _exit_now(0)
         num, drain_s = self._loop.num_streams, self._config.drain_s
         _print_status(
-            f"{name}: draining for at most {drain_s:g} s, {num} under way; again to stop at once"
+            f"{name}: draining {num} requests for at most {drain_s:g} s; send it again to stop now"
         )
         self._shutdown_requested.set()
 
-    def _on_failure(self, reason: str) -> None:
-        """In the watchdog's thread: the event loop may be stuck, so the stacks are dumped here."""
-        if self._death is not None:  # told already: what died has ended its thread since
-            return
-        _dump_stacks(reason)
-        self._arm_kill_timer()
-        with contextlib.suppress(RuntimeError):  # the event loop is closed: the end is near
-            self._events.call_soon_threadsafe(self._on_fatal, reason)
+    def _on_watchdog(self, reason: str) -> None:
+        """Called in the watchdog's thread: the event loop may be blocked."""
+        self._report_fatal(reason)
 
-    def _on_lost(self, reason: str) -> None:
-        """In the thread that watches the other processes: a step may wait for a lost one for good,
-        so that its requests are ended from here."""
+    def _on_peer_lost(self, reason: str) -> None:
+        """Called in the thread that watches the other processes: a step may wait for a lost one
+        forever, so its requests have to be ended from here."""
         _print_status(reason)
         if self._health.state is State.STARTING:
-            _exit_now(EXIT_DEAD)
+            _exit_now(EXIT_FATAL)
+        self._report_fatal(reason, with_stacks=False)
+
+    def _on_engine_error(self, error: BaseException) -> None:
+        """Called in the event loop when the engine's thread has failed. `_on_peer_lost` prints the
+        loss of another process, which no stack here would explain."""
+        is_local = not isinstance(error, HostsError)
+        self._report_fatal(f"{type(error).__name__}: {error}", with_stacks=is_local)
+
+    def _report_fatal(self, reason: str, *, with_stacks: bool = True) -> None:
+        """Fail all requests and shut down. Only the first report has an effect. For any thread."""
+        with self._fatal_lock:
+            if self._fatal_reason is not None:
+                return
+            self._fatal_reason = reason
+        if with_stacks:
+            _dump_stacks(reason)
         self._arm_kill_timer()
-        with contextlib.suppress(RuntimeError):
-            self._events.call_soon_threadsafe(self._on_fatal, reason)
+        with contextlib.suppress(RuntimeError):  # the event loop is closed: the process is ending
+            self._event_loop.call_soon_threadsafe(self._fail_requests, reason)
 
-    def _on_engine_death(self, error: BaseException) -> None:
-        """The engine's thread has died; called in the event loop. Of another process `_on_lost`
-        tells, and no stack here explains it."""
-        if self._death is None:
-            reason = f"{type(error).__name__}: {error}"
-            if not isinstance(error, HostsError):
-                _dump_stacks(reason)
-            self._arm_kill_timer()
-            self._on_fatal(reason)
-
-    def _on_fatal(self, reason: str) -> None:
-        self._death = self._death or reason
+    def _fail_requests(self, reason: str) -> None:
         self._health.set(State.DEAD)
         text = f"the engine has stopped ({reason}); send the request again, to another server"
         self._loop.fail(ServiceError(ErrorKind.INTERNAL, text))
         self._shutdown_requested.set()
 
     def _arm_kill_timer(self) -> None:
-        timer = threading.Timer(LAST_RESORT_S, os._exit, (EXIT_DEAD,))
+        timer = threading.Timer(KILL_S, os._exit, (EXIT_FATAL,))
         timer.daemon = True
         timer.start()
 
     async def _end(self) -> int:
-        """The order of the end; an engine that dies on the way only shortens it."""
-        # 1. Probes and balancers look elsewhere, and what still comes is refused.
+        """Shut down in order; a fatal error on the way only shortens it. Returns the exit code."""
+        # 1. Probes and load balancers turn away, and new requests are refused.
         self._health.set(State.DRAINING)
-        # 2. What is under way finishes, or is cut. After a death it has failed already.
+        # 2. Unfinished requests finish or are cut off; after a fatal error they have failed.
         if not await self._loop.drain(self._config.drain_s):
-            _print_status(f"requests were cut after {self._config.drain_s:g} s")
-        # 3. The doors: what clients have not read yet goes out.
-        doors = [door for door in (self._http, self._grpc) if door is not None]
-        await asyncio.gather(*(door.stop(GRACE_S) for door in doors))
-        # 4. The engine, unwatched from here on since its thread is to end.
+            _print_status(f"requests were cut off after {self._config.drain_s:g} s")
+        # 3. The HTTP and gRPC servers send what their clients have not read yet.
+        servers = [server for server in (self._http, self._grpc) if server is not None]
+        await asyncio.gather(*(server.stop(GRACE_S) for server in servers))
+        # 4. The engine's thread ends; the watchdog would take that for a failure.
         self._watchdog.close()
         await self._stop_engine()
-        # 5. The last traces.
+        # 5. The last traces are sent.
         if self._tracing is not None:
             closing = asyncio.create_task(_in_daemon_thread(self._tracing.close))
             await asyncio.wait((closing,), timeout=GRACE_S)
-        if self._death is not None:
-            _print_status(f"ended with exit code {EXIT_DEAD}: {self._death}")
-            _exit_now(EXIT_DEAD)  # a thread may be stuck inside a step: nothing may wait for it
+        if self._fatal_reason is not None:
+            _print_status(f"ended with exit code {EXIT_FATAL}: {self._fatal_reason}")
+            _exit_now(EXIT_FATAL)  # a thread may hang inside a step: do not wait for it
         _print_status("ended")
         return 0
 
@@ -272,18 +273,19 @@ class _Server:
             async with asyncio.timeout(STOP_S):
                 await self._loop.stop()
         except TimeoutError:
-            if self._death is None:  # else it waits, for good, for what died
-                self._death = f"the engine's thread did not end in {STOP_S:g} s"
-                _dump_stacks(self._death)
+            self._report_fatal(f"the engine's thread did not end in {STOP_S:g} s")
 
 
 def _tracing_maker(config: ServingConfig) -> Callable[[str], Any]:
-    """Makes the tracing of a model's name, or None; `ConfigError` if its packages are missing."""
+    """A function that creates the tracing of a model by its name, or None if it is off.
+
+    Raises `ConfigError` if its packages are missing.
+    """
     endpoint = config.otlp_endpoint
     if endpoint is None:
         return lambda model_name: None
     try:
-        from jaxinfer.serving.tracing import otlp_tracing  # an extra of its own
+        from jaxinfer.serving.tracing import otlp_tracing  # needs the extra `tracing`
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"serving.otlp_endpoint is {endpoint!r}, but the package {error.name} is missing; "
@@ -293,7 +295,7 @@ def _tracing_maker(config: ServingConfig) -> Callable[[str], Any]:
 
 
 async def _in_daemon_thread(function: Callable[[], T]) -> T:
-    """As `asyncio.to_thread`, but the process may end while it runs."""
+    """Like `asyncio.to_thread`, but does not keep the process from ending."""
     events = asyncio.get_running_loop()
     future: asyncio.Future[T] = events.create_future()
 
@@ -310,7 +312,9 @@ async def _in_daemon_thread(function: Callable[[], T]) -> T:
             outcome = function(), None
         except BaseException as error:
             outcome = None, error
-        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits any more
+        with contextlib.suppress(
+            RuntimeError
+        ):  # the event loop is closed: nobody waits for the result
             events.call_soon_threadsafe(settle, *outcome)
 
     threading.Thread(target=run, daemon=True).start()
@@ -318,8 +322,8 @@ async def _in_daemon_thread(function: Callable[[], T]) -> T:
 
 
 @contextlib.contextmanager
-def _handlers_kept() -> Iterator[None]:
-    """What signals did before, they do afterwards: uvloop, once closed, would swallow them."""
+def _restored_signal_handlers() -> Iterator[None]:
+    """Restore the signal handlers at the end: a closed uvloop would swallow the signals."""
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         yield
@@ -329,7 +333,7 @@ def _handlers_kept() -> Iterator[None]:
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop's, where there is one for this system: it moves more bytes a second."""
+    """uvloop's factory, if it is installed: its sockets are faster."""
     try:
         import uvloop
     except ImportError:
@@ -337,7 +341,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
-def _plan(engine: Engine | Replicas | Embedder) -> str:
+def _describe_engine(engine: Engine | Replicas | Embedder) -> str:
     model = engine.model
     about = f"{engine.name}: {about_weights(engine)}; computed as {model.numerics.dtype.name}"
     if isinstance(engine, Embedder):
@@ -352,7 +356,7 @@ def _plan(engine: Engine | Replicas | Embedder) -> str:
 
 
 def _reachable(host: str) -> str:
-    """The address by which this machine reaches itself, as it stands in a URL."""
+    """The address for a URL by which this machine reaches the server."""
     host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"[{host}]" if ":" in host else host
 
@@ -367,8 +371,8 @@ def _dump_stacks(reason: str) -> None:
 
 
 def _exit_now(code: int) -> NoReturn:
-    """End the process now, whatever its threads do."""
-    with contextlib.suppress(OSError):  # nobody may be reading any more
+    """End the process now, without waiting for its threads."""
+    with contextlib.suppress(OSError):  # the reader may be gone
         sys.stdout.flush()
         sys.stderr.flush()
     logging.flush()

@@ -1,4 +1,4 @@
-"""What both doors call: one model, its tokenizer, and the loop that runs them."""
+"""The service behind HTTP and gRPC: one model, its tokenizer and its engine loop."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ from jaxinfer.serving.generation import (
 from jaxinfer.serving.loop import EngineLoop, Stream
 from jaxinfer.text.tokenizer import Tokenizer
 
-MAX_PROMPT_LOGPROBS = 200_000  # entries an answer; writing one takes some 8 microseconds
-LONG_TEXT = 4096  # characters or tokens; longer ones are converted in another thread
-TEXT_OVERHEAD = 64  # characters that take as long as what is done once for each text
-SUBMIT_BATCH = 64  # texts of one request, until others get their turn in the event loop
+MAX_PROMPT_LOGPROBS = 200_000  # entries a response; serializing one takes some 8 us
+LONG_TEXT = 4096  # characters or tokens; longer texts are converted in another thread
+TEXT_OVERHEAD = 64  # the fixed cost of a text, in characters
+SUBMIT_BATCH = 64  # texts of one request to submit before the event loop runs others
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelInfo:
-    """What a client may want to know of the model."""
+    """The model's properties that clients see."""
 
     name: str
     vocab_size: int
@@ -51,12 +51,15 @@ class ModelInfo:
     num_parameters: int
     dtype: str  # of weights and activations
     has_chat_template: bool
-    created: int  # when it was loaded, seconds of the Unix epoch
-    embedding_dim: int = 0  # numbers of an encoder's vector; 0: the model generates
+    created: int  # time of loading, in seconds of the Unix epoch
+    embedding_dim: int = 0  # length of an encoder's vectors; 0: the model generates
 
 
 class Service:
-    """Text in, streams or vectors out. For the event loop's thread; raises `ServiceError`."""
+    """Serves requests with texts or token ids by streams or vectors.
+
+    Its methods are for the event loop's thread, and raise `ServiceError`.
+    """
 
     def __init__(
         self,
@@ -82,36 +85,38 @@ class Service:
 
     @property
     def stats(self) -> EngineStats:
-        """After the last step."""
+        """The engine's counters as of the last step."""
         return self.loop.stats
 
     def params(self, fields: Mapping[str, Any]) -> SamplingParams:
-        """The checkpoint's own generation defaults, and the fields that a client set over them."""
+        """The checkpoint's generation defaults, overridden by the fields that a client set."""
         try:
             return self._generation.sampling_params(**fields)
         except SamplingParamsError as error:
             raise ServiceError(ErrorKind.INVALID, str(error), field=error.field) from error
 
     def check_model(self, name: str) -> None:
-        """Refuse a request for another model; an empty name means the one there is."""
+        """Raise if a request names another model; an empty name means this one."""
         if name and name != self.model.name:
-            text = f"there is no model {name!r} here; this server has {self.model.name!r}"
+            text = f"there is no model {name!r}; this server has {self.model.name!r}"
             raise ServiceError(ErrorKind.NOT_FOUND, text, field="model")
 
     def check_can_generate(self) -> None:
+        """Raise if the model is an encoder."""
         if self._embedder is not None:
             raise ServiceError(ErrorKind.WRONG_MODEL, NO_GENERATION)
 
     def check_can_embed(self) -> Embedder:
+        """The embedder; raise if the model generates."""
         if self._embedder is None:
             raise ServiceError(ErrorKind.WRONG_MODEL, NO_EMBEDDING)
         return self._embedder
 
     async def generate(self, request: GenerationRequest) -> Stream:
-        """Queue a request. Whoever does not read its stream to the end has to `cancel` it."""
+        """Queue a request. A caller that does not read the stream to its end has to `cancel` it."""
         self.check_can_generate()
         submitted_at = time.monotonic()
-        with self.loop.place(request.params.n):
+        with self.loop.reserve(request.params.n):
             token_ids = await self.tokenize(request.prompt)
             self._check_prompt_logprobs(request.params, len(token_ids))
         return self.loop.submit(request, token_ids, submitted_at=submitted_at)
@@ -119,15 +124,19 @@ class Service:
     async def embed(
         self, request: EmbeddingRequest, *, on_accepted: Callable[[], object] = lambda: None
     ) -> Embeddings:
-        """The vectors of all inputs, or of none and the error of the first at fault; whoever
-        cancels the call ends them. Inputs of many requests share batches. `on_accepted` is called
-        once no input was refused: errors after it count as the requests', not the door's."""
+        """The vectors of all inputs; raises the error of the first input that fails.
+
+        Inputs of all waiting requests share batches. Cancelling the call cancels its inputs.
+        `on_accepted` is called once all inputs are queued: earlier errors count as refusals.
+        """
         embedder, submitted_at = self.check_can_embed(), time.monotonic()
         inputs, streams = request.inputs, []
         if not inputs:
-            raise ServiceError(ErrorKind.INVALID, "there is no input; give one", field="input")
+            raise ServiceError(
+                ErrorKind.INVALID, "input is empty; give at least one text", field="input"
+            )
         try:
-            with _input_errors(), self.loop.place(len(inputs)) as release_one:
+            with _input_errors(), self.loop.reserve(len(inputs)) as release_one:
                 check_dimensions(embedder, request.dimensions)
                 all_ids = await self._encode_inputs(embedder, request)
                 self._check_waiting_tokens(all_ids)
@@ -163,18 +172,18 @@ class Service:
             return await asyncio.to_thread(encode)
 
     def _check_waiting_tokens(self, all_ids: Sequence[Sequence[int]]) -> None:
-        """Refuse several inputs that could never wait together; one alone is taken at any size."""
-        num_tokens, most = sum(map(len, all_ids)), self.loop.limits.max_waiting_tokens
-        if len(all_ids) > 1 and num_tokens > most:
+        """Raise if several inputs could never wait together; a single one may have any size."""
+        num_tokens, limit = sum(map(len, all_ids)), self.loop.limits.max_waiting_tokens
+        if len(all_ids) > 1 and num_tokens > limit:
             raise ServiceError(
                 ErrorKind.INVALID,
                 f"the {len(all_ids)} inputs have {num_tokens} tokens together; this server lets "
-                f"{most} wait (serving.limits.max_waiting_tokens): send fewer at once",
+                f"{limit} wait (serving.limits.max_waiting_tokens): send fewer at once",
                 field="input",
             )
 
     async def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text or a conversation; ids come back as they are."""
+        """The token ids of a text or a conversation; token ids are returned as they are."""
         if isinstance(prompt, Chat):
             messages = prompt.messages
             size = sum(len(str(m.get("content", ""))) for m in messages)
@@ -200,7 +209,7 @@ class Service:
         return decode() if len(token_ids) <= LONG_TEXT else await asyncio.to_thread(decode)
 
     def _check_prompt_logprobs(self, params: SamplingParams, prompt_len: int) -> None:
-        """Refuse log-probabilities of a prompt that would take seconds to write."""
+        """Raise if the prompt's log-probabilities would take seconds to serialize."""
         if params.prompt_logprobs is None:
             return
         num_entries = prompt_len * (params.prompt_logprobs + 1) * params.n
@@ -213,7 +222,7 @@ class Service:
             )
 
     def check_length(self, token_ids: Sequence[int], field: str) -> None:
-        """Refuse more ids than the context holds, before anything looks at each of them."""
+        """Raise if there are more ids than the context holds, before each id is looked at."""
         if len(token_ids) > self.model.max_len:
             raise ServiceError(
                 ErrorKind.INVALID,
@@ -227,7 +236,7 @@ class Service:
         try:
             if size <= LONG_TEXT:
                 return encode(*args, **kwargs)
-            # One at a time: the library keeps Python's lock for parts of it.
+            # One at a time: the tokenizer holds Python's lock for parts of it.
             async with self._long_encode:
                 return await asyncio.to_thread(encode, *args, **kwargs)
         except ValueError as error:
@@ -236,7 +245,7 @@ class Service:
 
 @contextlib.contextmanager
 def _input_errors(index: int | None = None) -> Iterator[None]:
-    """What is wrong with a text, said of the input that it was."""
+    """Name the input at fault, number `index`, in the errors of an embedding request."""
     where = "" if index is None else f"input {index}: "
     names = {"prompt": "input"}
     try:
@@ -246,13 +255,13 @@ def _input_errors(index: int | None = None) -> Iterator[None]:
         raise ServiceError(ErrorKind.INVALID, f"{where}{error}", field=field) from error
     except ServiceError as error:
         field = names.get(error.field or "", error.field)
-        again = error.retry_after_s
+        retry_after_s = error.retry_after_s
         text = f"{where}{error.message}"
-        raise ServiceError(error.kind, text, field=field, retry_after_s=again) from error
+        raise ServiceError(error.kind, text, field=field, retry_after_s=retry_after_s) from error
 
 
 def _input_request(request: EmbeddingRequest, index: int) -> GenerationRequest:
-    """One input of a request, for the loop."""
+    """The loop's request for one input of an embedding request."""
     request_id = request.request_id
     if request_id is not None and len(request.inputs) > 1:
         request_id = f"{request_id}.{index}"

@@ -1,9 +1,9 @@
 """Traces: one OpenTelemetry span a request, sent to `serving.otlp_endpoint`.
 
-Needs the extra `tracing`, and is imported only where an endpoint is set. A span is made when its
-request has ended, with the times that were taken on the way, so a token costs nothing. Attributes
-are named by OpenTelemetry's conventions for generative AI where there is such a name, else
-`jaxinfer.*`; they hold counts and times, no text.
+This module needs the extra `tracing`, and is imported only if an endpoint is set. A span is created
+when its request has ended, from the times recorded until then, so that a token costs nothing.
+Attributes are named by OpenTelemetry's conventions for generative AI where they have a name, else
+`jaxinfer.*`; they contain counts and times, no text.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from jaxinfer.serving.request_log import MAX_NAME
 from jaxinfer.serving.stream import Stream
 
 NANOSECONDS = 1_000_000_000
-EXPORT_S = 3.0  # for a batch, all tries together
+EXPORT_S = 3.0  # for a batch, including retries
 
 
 class Tracing:
-    """Hands a span of every ended request to `exporter`, in batches, in a thread of its own."""
+    """Passes a span of every ended request to `exporter`, in batches, in a thread of its own."""
 
     def __init__(self, exporter: SpanExporter, *, model_name: str):
         version = importlib.metadata.version("jaxinfer")
@@ -41,7 +41,7 @@ class Tracing:
         self.observer = Observer(on_delta=self._on_delta, on_end=self._on_end)
 
     def close(self) -> None:
-        """Send what is waiting; blocks for as long as the exporter tries."""
+        """Send the spans that wait; blocks while the exporter tries."""
         self._provider.shutdown()
 
     def _on_delta(self, stream: Stream, delta: Delta) -> None:
@@ -93,9 +93,9 @@ class Tracing:
 
 
 def otlp_tracing(endpoint: str, *, model_name: str, timeout_s: float = EXPORT_S) -> Tracing:
-    """Traces over OTLP/HTTP: `endpoint` is the collector's address, as http://127.0.0.1:4318.
+    """Traces over OTLP/HTTP; `endpoint` is the collector's URL, such as http://127.0.0.1:4318.
 
-    A collector that does not take a batch in `timeout_s` loses it; no request waits for it.
+    A batch that the collector does not accept in `timeout_s` is dropped; no request waits for it.
     """
     exporter = OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces", timeout=timeout_s)
     return Tracing(exporter, model_name=model_name)

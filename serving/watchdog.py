@@ -17,14 +17,14 @@ from collections.abc import Callable
 
 from jaxinfer.serving.loop import EngineLoop
 
-COMPILE_STEP_S = 1800.0  # a step that compiles may take as long
-CHECKS_PER_LIMIT = 20  # a limit's length is looked at so many times, and at least once a second
+COMPILE_STEP_S = 1800.0  # limit of a step that may compile
+CHECKS_PER_LIMIT = 20  # in the time of a limit, and at least one a second
 
 
 class Watchdog:
-    """Watches a started loop. `on_failure(reason)` is called once, in the watchdog's thread.
+    """Watches a started loop; calls `on_failure(reason)` once, in the watchdog's thread.
 
-    `limit_s` 0: steps may take any time, and only the thread's end is trouble.
+    With `limit_s` 0 a step may take any time, and only the end of the thread is a failure.
     """
 
     def __init__(self, loop: EngineLoop, limit_s: float, on_failure: Callable[[str], None]):
@@ -38,14 +38,14 @@ class Watchdog:
 
     @property
     def limit_s(self) -> float:
-        """Seconds that a step may take; 0: any number."""
+        """Seconds that a step may take; 0: no limit."""
         return self._limit_s
 
     def start(self) -> None:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop watching, before the engine's thread is ended on purpose; from any thread."""
+        """Stop watching, before the engine's thread is ended on purpose. For any thread."""
         self._is_closed.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
@@ -53,12 +53,12 @@ class Watchdog:
     def _run(self) -> None:
         interval = min(1.0, self._limit_s / CHECKS_PER_LIMIT) if self._limit_s else 1.0
         while not self._is_closed.wait(interval):
-            reason = self._trouble()
+            reason = self._failure()
             if reason is not None and not self._is_closed.is_set():
                 self._on_failure(reason)
                 return
 
-    def _trouble(self) -> str | None:
+    def _failure(self) -> str | None:
         started = self._loop.step_started
         if not self._loop.is_alive:
             return "the engine's thread has ended"

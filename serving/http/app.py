@@ -105,7 +105,7 @@ def _service_error_handler(metrics: Metrics) -> Any:
         assert isinstance(error, ServiceError)
         state = request.scope["state"]
         if request.scope["path"] in INFERENCE_PATHS and not state.get("has_stream"):
-            metrics.refused("http", error.kind)
+            metrics.count_refusal("http", error.kind)
         return error_response(error)
 
     return on_service_error

@@ -70,7 +70,7 @@ class RequestMiddleware:
             self._check(scope, headers, state)
         except ServiceError as error:
             if scope["path"] in INFERENCE_PATHS:
-                self.metrics.refused("http", error.kind)
+                self.metrics.count_refusal("http", error.kind)
             await error_response(error)(scope, receive, send_with_headers)
             return
         try:

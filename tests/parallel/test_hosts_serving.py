@@ -19,7 +19,7 @@ import pytest
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.config import from_mapping
 from jaxinfer.options import merge
-from jaxinfer.serving.process import EXIT_DEAD
+from jaxinfer.serving.process import EXIT_FATAL
 from tests.parallel.test_hosts import STARTED_S, free_port
 from tests.support import tiny_server
 from tests.support.child_process import IN_HASTE
@@ -151,7 +151,7 @@ def test_killed_process_ends_the_streams_and_the_other_process(tmp_path):
             last = read_until_it_ends(lines)
         assert "process 1 (127.0.0.1:" in last["error"]["message"]
         assert last["error"]["type"] == "server_error"
-        assert pair.exit_codes(LOST_S) == [EXIT_DEAD, -signal.SIGKILL]
+        assert pair.exit_codes(LOST_S) == [EXIT_FATAL, -signal.SIGKILL]
         assert time.monotonic() - killed_at < LOST_S
         errors = pair.errors(0)
         assert errors.count("jaxinfer: process 1 (127.0.0.1:") == 1, errors

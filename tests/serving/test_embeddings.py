@@ -270,7 +270,7 @@ def test_a_deadline_and_a_full_queue(embedder, brake):
             reply = await post(both, input=["a"] * 3)
             assert reply.status_code == 429 and reply.headers["retry-after"]
             assert "max_waiting_texts" in reply.json()["error"]["message"]
-            assert "4 texts are under way" in reply.json()["error"]["message"]
+            assert "4 texts are unfinished" in reply.json()["error"]["message"]
             assert (await refused(both, "grpc", input=["a"] * 3))[0] == "RESOURCE_EXHAUSTED"
             for protocol, kind in (("http", "timeout_error"), ("grpc", "DEADLINE_EXCEEDED")):
                 assert (await refused(both, protocol, input="a", timeout_s=0.3))[0] == kind
@@ -326,7 +326,7 @@ def test_many_short_texts_leave_the_event_loop_to_others(embedder, brake, monkey
                 while not has_ended:
                     turns.append(loop.num_streams)
                     if 0 < turns[-1] < 134:  # the places of those to come are not free
-                        with pytest.raises(ServiceError, match="134 texts are under way"):
+                        with pytest.raises(ServiceError, match="134 texts are unfinished"):
                             loop.check_capacity()
                     await asyncio.sleep(0)
 

@@ -188,7 +188,7 @@ def test_counters_never_fall(engine):
             metrics.watch(service.loop, "tiny")
             before = counters(metrics)
             for i in range(3):
-                metrics.refused("grpc", ErrorKind.OVERLOADED)
+                metrics.count_refusal("grpc", ErrorKind.OVERLOADED)
                 stream = await service.generate(ask(30))
                 async for _ in stream:
                     now = counters(metrics)

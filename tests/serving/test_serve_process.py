@@ -214,7 +214,7 @@ def test_clients_that_are_killed_and_a_sigterm_under_load(tmp_path):
         for answer in (short, long):
             assert answer.read_one()
         server.signal(signal.SIGTERM)
-        server.until(lambda: "SIGTERM: draining for at most 2.5 s, 2 under way" in server.log)
+        server.until(lambda: "SIGTERM: draining 2 requests for at most 2.5 s" in server.log)
         refused = httpx.post(server.http + "/v1/completions", json={"prompt": "a"}, timeout=WAIT_S)
         assert refused.status_code == 503 and "shutting down" in refused.text
         assert server.get("/health/ready").status_code == 503
@@ -271,7 +271,7 @@ def test_a_lost_engine_fails_its_requests_and_ends_the_process(tmp_path, fault, 
             answer.read_all()
             assert answer.error is not None and reason in answer.error["message"]
             assert answer.error["type"] == "server_error"
-        assert server.exit_code() == process.EXIT_DEAD == 70
+        assert server.exit_code() == process.EXIT_FATAL == 70
         log = server.log
         assert reason in log and "the stacks of all threads" in log
         assert "most recent call first" in log and "ended with exit code 70" in log
@@ -287,7 +287,7 @@ def test_a_stuck_step_does_not_hold_up_the_end_where_nothing_watches(tmp_path):
         for answer in answers:
             answer.read_all()
             assert answer.error is not None and "shut down" in answer.error["message"]
-        assert server.exit_code() == process.EXIT_DEAD
+        assert server.exit_code() == process.EXIT_FATAL
         assert "the engine's thread did not end" in server.log and "in stick" in server.log
 
 
@@ -296,7 +296,7 @@ def test_a_process_that_can_no_longer_answer_ends_all_the_same(tmp_path):
         answer = Answer(server, LONG)
         answer.read_all()
         assert not answer.is_done
-        assert server.exit_code() == process.EXIT_DEAD
+        assert server.exit_code() == process.EXIT_FATAL
         assert "a step has not returned" in server.log
 
 

@@ -258,9 +258,9 @@ def test_a_dead_engine_thread_fails_everything_with_its_reason():
     engine = tiny_engine()[0]
 
     async def main():
-        deaths: list[BaseException] = []
+        errors: list[BaseException] = []
         async with tiny_service(engine) as service:
-            service.loop._on_fatal = deaths.append
+            service.loop._on_fatal = errors.append
             streams: list[Stream] = [await service.generate(ask(400)) for _ in range(3)]
             await anext(streams[0])
 
@@ -273,7 +273,7 @@ def test_a_dead_engine_thread_fails_everything_with_its_reason():
                     await stream.collect()
                 assert caught.value.kind is ErrorKind.INTERNAL
             assert (await error_of(service, ask())).kind is ErrorKind.INTERNAL
-            assert not service.loop.is_alive and len(deaths) == 1
+            assert not service.loop.is_alive and len(errors) == 1
 
     run(main())
 

@@ -67,7 +67,7 @@ def freeze(events: list[asyncio.AbstractEventLoop], engine: Engine) -> None:
 def patch(fault: str, checkpoint: str) -> None:
     process.STOP_S = 2.0
     if fault == "freeze":
-        process.LAST_RESORT_S = 2.0
+        process.KILL_S = 2.0
         events: list[asyncio.AbstractEventLoop] = []
         start = EngineLoop.start
 
