@@ -58,7 +58,7 @@ def device_groups(sizes: Mapping[str, int], devices: Sequence[Any] | None = None
         if needed > len(devices):
             raise MeshError(
                 f"{there}: the product of {', '.join(AXES)} must be {len(devices)}; a CPU can be "
-                f"taken for {needed} devices (--cpu_devices of the scripts)"
+                f"taken for {needed} devices (--cpu_devices)"
             )
         raise MeshError(
             f"{there}: the product of {', '.join(AXES)} must be {len(devices)}, or 1 for one "

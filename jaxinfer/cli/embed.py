@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
 from absl import flags
 
 from jaxinfer import LLM, CheckpointError, ConfigError, InvalidRequestError, load_config
 from jaxinfer.build import about_weights, need_embedder
+from jaxinfer.cli.json_strings import read_json_strings
 from jaxinfer.embedding.embedder import Embedder
 from jaxinfer.embedding.sentences import encode_texts
 
@@ -53,27 +53,6 @@ HELP = {
 }
 
 
-def read_texts(path: str) -> list[str]:
-    """Read one JSON string from each line; `ValueError` names every line that is not one."""
-    raw = sys.stdin.read() if path == "-" else Path(path).read_text("utf-8-sig")
-    texts, problems = [], []
-    for number, line in enumerate(raw.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            text = json.loads(line)
-        except ValueError as error:
-            problems.append(f"line {number} is no JSON ({error})")
-            continue
-        if isinstance(text, str):
-            texts.append(text)
-        else:
-            problems.append(f"line {number} is a {type(text).__name__}, not a string")
-    if problems:
-        raise ValueError(f"{path}: {'; '.join(problems[:20])}")
-    return texts
-
-
 def print_plan(embedder: Embedder) -> None:
     """Print what will run, before its programs are compiled."""
     print(f"{embedder.name}: {about_weights(embedder)}", file=sys.stderr)
@@ -83,7 +62,7 @@ def run() -> int:
     """Load the encoder and print a vector for each text; the return value is an exit code."""
     if bool(_TEXT.value) == (_TEXTS_FILE.value is not None):
         raise ValueError("give either --text or --texts_file")
-    texts = _TEXT.value or read_texts(_TEXTS_FILE.value or "")
+    texts = _TEXT.value or read_json_strings(_TEXTS_FILE.value or "")
     config = load_config(_CONFIG.value, _SET.value)
     llm = LLM(
         _MODEL.value or "", config, on_loaded=lambda loaded: print_plan(need_embedder(loaded))

@@ -21,7 +21,6 @@ import resource
 import sys
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from absl import flags
@@ -39,6 +38,7 @@ from jaxinfer import (
 from jaxinfer.build import about_cache, about_mesh, about_weights, need_engine
 from jaxinfer.cli import host_flags
 from jaxinfer.cli.host_flags import follow_process_0, process_group
+from jaxinfer.cli.json_strings import read_json_strings
 from jaxinfer.parallel.hosts import HostsError, Peers
 from jaxinfer.parallel.replicas import replicas_of
 
@@ -49,7 +49,7 @@ _MODEL = flags.DEFINE_string(
 )
 _PROMPT = flags.DEFINE_string("prompt", None, "the prompt, completed as it is")
 _PROMPTS_FILE = flags.DEFINE_string(
-    "prompts_file", None, "a file with one JSON string on each line"
+    "prompts_file", None, 'a file with one JSON string on each line, or "-"'
 )
 _CHAT = flags.DEFINE_bool("chat", False, "talk to the model: /reset starts over, /exit ends it")
 _TEMPLATE = flags.DEFINE_bool(
@@ -127,24 +127,8 @@ def sampling_changes() -> dict[str, Any]:
 
 
 def read_prompts(path: str) -> list[str]:
-    """Read one JSON string from each line; `ValueError` names every line that is not one."""
-    prompts, problems = [], []
-    try:
-        text = Path(path).read_text("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 ({error})") from error
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            prompt = json.loads(line)
-            if not isinstance(prompt, str):
-                raise ValueError(f"a {type(prompt).__name__}")
-            prompts.append(prompt)
-        except ValueError as error:
-            problems.append(f"line {number} is no JSON string ({error})")
-    if problems:
-        raise ValueError(f"{path}: " + "; ".join(problems[:10]))
+    """Read one JSON string from each line; `ValueError` for other lines, and for none at all."""
+    prompts = read_json_strings(path)
     if not prompts:
         raise ValueError(f"{path}: no prompts; put one JSON string on each line")
     return prompts

@@ -67,4 +67,4 @@ def test_a_model_for_something_else_is_refused_before_anything_is_compiled(scrip
 def test_lines_that_are_no_texts_are_named_before_the_model_is_loaded():
     done = run("--texts_file=-", texts='"a"\n3\nb\n')
     assert done.returncode == 2 and not done.stdout
-    assert "line 2 is a int, not a string; line 3 is no JSON" in done.stderr
+    assert "line 2 holds a JSON int, not a string; line 3 is not JSON" in done.stderr

@@ -116,7 +116,10 @@ def main(argv: list[str]) -> None:
     except ValueError as error:
         raise app.UsageError(str(error)) from error
     if missing := missing_packages():
-        sys.exit(f"compile_check needs {', '.join(missing)}: run `make compile-check`")
+        sys.exit(
+            f"compile-check needs {', '.join(missing)}, which are not installed: run "
+            "`make compile-check` in a clone, which installs them"
+        )
     started = time.perf_counter()
     outcome, budgets = _run(jobs, started)
     seconds = time.perf_counter() - started
