@@ -21,7 +21,7 @@ from jaxinfer.models.family import (
     WeightTable,
 )
 from jaxinfer.models.gguf_config import GgufKeys
-from jaxinfer.models.hf_config import activation, need, number, refuse
+from jaxinfer.models.hf_config import get_activation, get_float, refuse_unsupported, require_ints
 
 _BLOCK = r"blocks\.(\d+)\."
 _HF_PRODUCTS = {
@@ -109,7 +109,7 @@ def _spelling(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> EncoderConfig:
     """From config.json; missing keys take `BertConfig`'s defaults where it has any."""
-    vocab_size, model_dim, num_layers, num_heads, ffn_dim = need(
+    vocab_size, model_dim, num_layers, num_heads, ffn_dim = require_ints(
         config,
         "vocab_size",
         "hidden_size",
@@ -117,8 +117,10 @@ def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Enc
         "num_attention_heads",
         "intermediate_size",
     )
-    refuse(config, position_embedding_type="absolute", is_decoder=False, add_cross_attention=False)
-    refuse(config, quantization_config={})
+    refuse_unsupported(
+        config, position_embedding_type="absolute", is_decoder=False, add_cross_attention=False
+    )
+    refuse_unsupported(config, quantization_config={})
     padding = None
     if config["model_type"] != "bert":
         padding = config.get("pad_token_id", 1)
@@ -132,10 +134,10 @@ def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Enc
         ffn_dim=ffn_dim,
         num_positions=config.get("max_position_embeddings", 512),
         num_token_types=config.get("type_vocab_size", 2),
-        norm_eps=number(config, "layer_norm_eps", 1e-12),
-        activation=activation(config, "hidden_act", default="gelu"),
+        norm_eps=get_float(config, "layer_norm_eps", 1e-12),
+        activation=get_activation(config, "hidden_act", default="gelu"),
         first_position=0 if padding is None else padding + 1,
-        unplaced_token_id=padding,
+        padding_token_id=padding,
         **_spelling(tensors),
     )
 
@@ -157,12 +159,12 @@ def config_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) ->
     return EncoderConfig(
         vocab_size=tensors[tables[0]].shape[0],
         num_layers=keys.num_layers(),
-        model_dim=keys.whole("embedding_length"),
-        num_heads=keys.whole("attention.head_count"),
-        ffn_dim=keys.whole("feed_forward_length"),
+        model_dim=keys.get_int("embedding_length"),
+        num_heads=keys.get_int("attention.head_count"),
+        ffn_dim=keys.get_int("feed_forward_length"),
         num_positions=tensors[tables[1]].shape[0],
         num_token_types=0 if token_types is None else token_types.shape[0],
-        norm_eps=keys.number("attention.layer_norm_epsilon"),
+        norm_eps=keys.get_float("attention.layer_norm_epsilon"),
     )
 
 

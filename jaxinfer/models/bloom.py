@@ -11,14 +11,14 @@ from jaxinfer.models.gpt import GptConfig, GptDecoder
 from jaxinfer.models.gpt_weights import (
     BLOCK,
     GGUF_KEYS,
-    fused_rows,
+    fused_qkv_rows,
     gguf_fields,
     gguf_weights,
     in_module,
     interleaved,
     rows,
 )
-from jaxinfer.models.hf_config import number, refuse, whole
+from jaxinfer.models.hf_config import get_float, get_int, refuse_unsupported
 
 TRAINED_LEN = 2048  # where a config.json has no seq_length; ALiBi itself knows no end
 
@@ -27,7 +27,7 @@ def hf_weights(config: GptConfig) -> WeightTable:
     """The fused tensor holds q, k and v of one head after another."""
     block = r"transformer.h.\1."
     return WeightTable(
-        fused_rows(f"{block}self_attention.query_key_value", interleaved)
+        fused_qkv_rows(f"{block}self_attention.query_key_value", interleaved)
         + rows(
             {
                 rf"{BLOCK}attention\.o": f"{block}self_attention.dense",
@@ -56,18 +56,18 @@ def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Gpt
     `max_len` is the `seq_length` it was trained with: longer contexts are possible, since scores
     depend on distance alone.
     """
-    model_dim = whole(config, "n_embed", "hidden_size")
+    model_dim = get_int(config, "n_embed", "hidden_size")
     # The slow way leaves two biases out (transformers); no published model asks for it.
-    refuse(config, slow_but_exact=False, n_inner=4 * model_dim)
+    refuse_unsupported(config, slow_but_exact=False, n_inner=4 * model_dim)
     normed = config.get("apply_residual_connection_post_layernorm", False)
     return GptConfig(
-        vocab_size=whole(config, "vocab_size", default=250880),
-        num_layers=whole(config, "n_layer", "num_hidden_layers"),
+        vocab_size=get_int(config, "vocab_size", default=250880),
+        num_layers=get_int(config, "n_layer", "num_hidden_layers"),
         model_dim=model_dim,
-        num_heads=whole(config, "n_head", "num_attention_heads"),
+        num_heads=get_int(config, "n_head", "num_attention_heads"),
         ffn_dim=4 * model_dim,
-        max_len=whole(config, "seq_length", default=TRAINED_LEN),
-        norm_eps=number(config, "layer_norm_epsilon", 1e-5),
+        max_len=get_int(config, "seq_length", default=TRAINED_LEN),
+        norm_eps=get_float(config, "layer_norm_epsilon", 1e-5),
         residual="normed" if normed else "sequential",
         has_alibi=True,
         has_embedding_norm=True,
@@ -81,7 +81,7 @@ def config_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) ->
     keys = GgufKeys(metadata, "bloom")
     keys.refuse_unread(GGUF_KEYS)
     return GptConfig(
-        max_len=keys.whole("context_length"),
+        max_len=keys.get_int("context_length"),
         has_alibi=True,
         has_embedding_norm=True,
         **gguf_fields(keys, tensors),

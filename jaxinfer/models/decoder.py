@@ -21,12 +21,12 @@ from jaxinfer.kernels.kv_pages import KVPages
 from jaxinfer.kernels.rotary import Rotary
 from jaxinfer.nn.attention import Attention, AttentionConfig, QKNorm
 from jaxinfer.nn.checks import (
-    not_positive,
-    not_whole,
-    refuse_wrong,
-    whole_fields,
-    wrong_epsilon,
-    wrong_rope_dims,
+    epsilon_errors,
+    int_fields,
+    positive_errors,
+    raise_errors,
+    rope_dim_errors,
+    whole_number_errors,
 )
 from jaxinfer.nn.experts import Experts, ExpertsConfig
 from jaxinfer.nn.latent_attention import LatentAttention, LatentConfig
@@ -79,17 +79,17 @@ class DecoderConfig:
     latent: LatentConfig | None = None
 
     def __post_init__(self):
-        whole = whole_fields(self)
+        whole = int_fields(self)
         for i, layer in enumerate(self.layers):
             if layer.experts is None:
                 whole[f"layers[{i}].ffn_dim"] = layer.ffn_dim
             if layer.window is not None:
                 whole[f"layers[{i}].window"] = layer.window
-        wrong = not_whole(whole) + wrong_epsilon("norm_eps", self.norm_eps)
+        wrong = whole_number_errors(whole) + epsilon_errors("norm_eps", self.norm_eps)
         if not wrong:
             wrong += self._wrong_heads()
         scales = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        wrong += not_positive(
+        wrong += positive_errors(
             {
                 name: value
                 for name, value in scales.items()
@@ -98,7 +98,7 @@ class DecoderConfig:
         )
         if not self.layers:
             wrong.append("layers is empty; it needs at least one")
-        refuse_wrong("the model's configuration", wrong)
+        raise_errors("the model's configuration", wrong)
 
     def _wrong_heads(self) -> list[str]:
         wrong = []
@@ -112,7 +112,7 @@ class DecoderConfig:
                 f"{self.num_kv_heads}, head_dim {self.head_dim}"
             )
         dims = {layer.rope.dim for layer in self.layers if layer.rope is not None}
-        return wrong + wrong_rope_dims(sorted(dims), self.head_dim)
+        return wrong + rope_dim_errors(sorted(dims), self.head_dim)
 
     @property
     def cache(self) -> CacheShape:

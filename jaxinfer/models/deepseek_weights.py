@@ -31,7 +31,7 @@ _ATTENTION = r"blocks\.(\d+)\.attention\."
 _MLP = r"blocks\.(\d+)\.mlp\."
 
 
-def _turned_last(rope_dim: int) -> Callable[[Shape], Rows]:
+def _deinterleave_last(rope_dim: int) -> Callable[[Shape], Rows]:
     """Rows of heads whose last `rope_dim` numbers are pairs, as halves. The parameter's last axes
     are heads and numbers, or numbers alone."""
 
@@ -48,10 +48,10 @@ def _turned_last(rope_dim: int) -> Callable[[Shape], Rows]:
 def _turned(transform: Transform, latent: LatentConfig) -> Transform:
     if not latent.is_interleaved:
         return transform
-    return dataclasses.replace(transform, rows=_turned_last(latent.rope_dim))
+    return dataclasses.replace(transform, rows=_deinterleave_last(latent.rope_dim))
 
 
-def _of_each_head(latent: LatentConfig, num_heads: int) -> tuple[Transform, Transform]:
+def _split_kv_b(latent: LatentConfig, num_heads: int) -> tuple[Transform, Transform]:
     """`k_b` [N, nope_dim, r] and `v_b` [N, r, value_dim] out of [N * (nope_dim + value_dim), r]."""
     nope, width = latent.nope_dim, latent.nope_dim + latent.value_dim
     stored_shape = lambda shape: (num_heads * width, latent.kv_rank)
@@ -69,7 +69,7 @@ def _of_each_head(latent: LatentConfig, num_heads: int) -> tuple[Transform, Tran
 
 def hf_weights(config: Any) -> WeightTable:
     latent = config.latent
-    k_b, v_b = _of_each_head(latent, config.num_heads)
+    k_b, v_b = _split_kv_b(latent, config.num_heads)
     layer, attention = r"model.layers.\1.", r"model.layers.\1.self_attn."
     q = "q_proj" if latent.q_rank is None else "q_b_proj"
     rows = (
@@ -117,7 +117,7 @@ def gguf_weights(config: Any) -> WeightTable:
             Weight(_ATTENTION + "v_b", r"blk.\1.attn_v_b.weight", LINEAR_STACKED),
         )
     else:
-        k_b, v_b = _of_each_head(latent, config.num_heads)
+        k_b, v_b = _split_kv_b(latent, config.num_heads)
         kv_b = (
             Weight(_ATTENTION + "k_b", r"blk.\1.attn_kv_b.weight", k_b),
             Weight(_ATTENTION + "v_b", r"blk.\1.attn_kv_b.weight", v_b),

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxinfer.kernels.flash_attention import AttentionMask, AttentionVariant, flash_attention
 from jaxinfer.kernels.gated_mlp.activations import ACTIVATIONS
-from jaxinfer.nn.checks import not_whole, refuse_wrong, whole_fields, wrong_epsilon
+from jaxinfer.nn.checks import epsilon_errors, int_fields, raise_errors, whole_number_errors
 from jaxinfer.nn.layers import MLP, Embedding, LayerNorm, Linear, Numerics, parameter
 
 
@@ -33,14 +33,14 @@ class EncoderConfig:
     norm_eps: float = 1e-12
     activation: str = "gelu"
     first_position: int = 0  # of the table: the first token's
-    unplaced_token_id: int | None = None  # takes no position: RoBERTa's padding, were it in a text
+    padding_token_id: int | None = None  # takes no position: RoBERTa's padding, were it in a text
     # How a Hugging Face file spells its tensors: what stands before all names, and after a norm's.
     prefix: str = ""
     norm_names: tuple[str, str] = ("weight", "bias")
 
     def __post_init__(self):
         least = {"num_token_types": 0, "first_position": 0}
-        wrong = not_whole(whole_fields(self), least)
+        wrong = whole_number_errors(int_fields(self), least)
         if not wrong and self.model_dim % self.num_heads:
             wrong.append(f"model_dim {self.model_dim} is no multiple of {self.num_heads} heads")
         if not wrong and self.max_len < 1:
@@ -48,10 +48,10 @@ class EncoderConfig:
                 f"num_positions is {self.num_positions}; the first token takes position "
                 f"{self.first_position}"
             )
-        wrong += wrong_epsilon("norm_eps", self.norm_eps)
+        wrong += epsilon_errors("norm_eps", self.norm_eps)
         if self.activation not in ACTIVATIONS:
             wrong.append(f"activation is {self.activation!r}; there are {', '.join(ACTIVATIONS)}")
-        refuse_wrong("the model's configuration", wrong)
+        raise_errors("the model's configuration", wrong)
 
     @property
     def head_dim(self) -> int:
@@ -120,7 +120,7 @@ class Encoder(nnx.Module):
     ) -> Float[Array, "R T D"]:
         """Hidden states after the last block; those at and past a row's length mean nothing."""
         R, T = token_ids.shape
-        places = self.positions[...][self._places(token_ids)].reshape(R * T, -1)
+        places = self.positions[...][self._positions(token_ids)].reshape(R * T, -1)
         x = self.embed(token_ids.reshape(-1))
         if self.token_types is not None:  # one text, hence segment 0
             x = x + self.token_types[...][0]
@@ -130,10 +130,10 @@ class Encoder(nnx.Module):
                 x = block(x, lengths)
         return x.reshape(R, T, -1)
 
-    def _places(self, token_ids: Int[Array, "R T"]) -> Int[Array, "R T"]:
+    def _positions(self, token_ids: Int[Array, "R T"]) -> Int[Array, "R T"]:
         """Rows of the position table. Where a token takes none, those after it move up, and it has
         the row before the first token's."""
-        first, unplaced = self.config.first_position, self.config.unplaced_token_id
+        first, unplaced = self.config.first_position, self.config.padding_token_id
         if unplaced is None:
             return jnp.broadcast_to(first + jnp.arange(token_ids.shape[1]), token_ids.shape)
         is_placed = token_ids != unplaced

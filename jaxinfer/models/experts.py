@@ -8,8 +8,8 @@ from typing import Any
 
 from jaxinfer.models.decoder import LayerConfig
 from jaxinfer.models.family import LINEAR, LINEAR_STACKED, RESHAPED, Weight
-from jaxinfer.models.gguf_config import DECODER_KEYS, GgufKeys, in_some_block
-from jaxinfer.models.hf_config import need
+from jaxinfer.models.gguf_config import DECODER_KEYS, GgufKeys, has_block_tensor
+from jaxinfer.models.hf_config import require_ints
 from jaxinfer.nn.experts import ExpertsConfig, RouterConfig
 from jaxinfer.nn.rope import Rope
 
@@ -69,7 +69,9 @@ EXPERT_KEYS = DECODER_KEYS | {
 
 def num_experts(config: Mapping[str, Any]) -> int:
     """The number of experts in a config.json; transformers 5 writes another key for some."""
-    return need(config, "num_local_experts" if "num_local_experts" in config else "num_experts")[0]
+    return require_ints(
+        config, "num_local_experts" if "num_local_experts" in config else "num_experts"
+    )[0]
 
 
 def mixed_layers(
@@ -98,16 +100,16 @@ def layers_from_gguf(
     the width of its experts (None: the layer's, over the experts a token takes); layer i has the
     window `windows[i % len(windows)]`; `particular` are fields of `ExpertsConfig`.
     """
-    ffn_dim, per_token = keys.whole("feed_forward_length"), keys.whole("expert_used_count")
+    ffn_dim, per_token = keys.get_int("feed_forward_length"), keys.get_int("expert_used_count")
     router = RouterConfig(
-        keys.whole("expert_count"),
+        keys.get_int("expert_count"),
         per_token,
         renormalize=bool(keys.get("expert_weights_norm", renormalize)),
-        scale=keys.scale("expert_weights_scale"),
-        has_bias=in_some_block(tensors, "ffn_gate_inp.bias"),
+        scale=keys.get_scale("expert_weights_scale"),
+        has_bias=has_block_tensor(tensors, "ffn_gate_inp.bias"),
     )
     default_ffn_dim = default_ffn_dim or max(1, ffn_dim // per_token)
-    experts_dim = keys.whole("expert_feed_forward_length", default_ffn_dim)
+    experts_dim = keys.get_int("expert_feed_forward_length", default_ffn_dim)
     experts = ExpertsConfig(router, experts_dim, **particular)
     count = keys.num_layers()
     layers = [LayerConfig(rope, ffn_dim, windows[i % len(windows)]) for i in range(count)]

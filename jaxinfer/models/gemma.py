@@ -35,7 +35,7 @@ DEFAULTS = {
     "num_key_value_heads": 16,
     "tie_word_embeddings": True,
 }
-DEFAULTS_OF_2 = DEFAULTS | {
+GEMMA2_DEFAULTS = DEFAULTS | {
     "num_key_value_heads": 4,
     "hidden_activation": GELU,
     "query_pre_attn_scalar": 256,
@@ -43,7 +43,7 @@ DEFAULTS_OF_2 = DEFAULTS | {
     "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0,
 }
-DEFAULTS_OF_3 = DEFAULTS | {
+GEMMA3_DEFAULTS = DEFAULTS | {
     "vocab_size": 262_208,
     "hidden_size": 2304,
     "intermediate_size": 9216,
@@ -58,7 +58,7 @@ DEFAULTS_OF_3 = DEFAULTS | {
 GLOBAL_THETA, LOCAL_THETA = 1_000_000.0, 10_000.0  # Gemma 3's
 # The GGUF files have no key for the scale of scores, and only the largest models, told apart by
 # their number of layers, scale by model_dim / num_heads and not by the head's dimension.
-NUM_LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
+NUM_LAYERS_27B = {"gemma2": 46, "gemma3": 62}
 
 _PRE_NORM = Weight(
     r"blocks\.(\d+)\.mlp_norm\.weight", r"model.layers.\1.pre_feedforward_layernorm.weight"
@@ -70,7 +70,7 @@ GGUF_WEIGHTS = WeightTable(GGUF_HALVES_ROWS, GGUF_IGNORED)
 
 def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of all three generations, but for the layers."""
-    hf_config.refuse(config, use_bidirectional_attention=False)
+    hf_config.refuse_unsupported(config, use_bidirectional_attention=False)
     has_bias = bool(config.get("attention_bias", False))
     fields = hf_config.decoder_fields(config)
     return fields | {
@@ -86,18 +86,18 @@ def gemma_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Deco
     reads it: the publisher's first files say so of models trained with the approximation. The exact
     one is asked for by `hidden_activation`, which goes before it."""
     config = DEFAULTS | dict(config)
-    [ffn_dim] = hf_config.need(config, "intermediate_size")
+    [ffn_dim] = hf_config.require_ints(config, "intermediate_size")
     fields = _fields(config | {"hidden_act": config.get("hidden_activation") or GELU})
     if config.get("hidden_activation") is None and config.get("hidden_act") not in (None, "gelu"):
-        fields["activation"] = hf_config.activation(config, "hidden_act")
+        fields["activation"] = hf_config.get_activation(config, "hidden_act")
     rope = rope_from_hf(config, fields["head_dim"], fields["max_len"])
     return DecoderConfig(layers=(LayerConfig(rope, ffn_dim),), **fields)
 
 
 def gemma2_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
     """From config.json."""
-    config = DEFAULTS_OF_2 | dict(config)
-    [ffn_dim] = hf_config.need(config, "intermediate_size")
+    config = GEMMA2_DEFAULTS | dict(config)
+    [ffn_dim] = hf_config.require_ints(config, "intermediate_size")
     fields = _fields({k: v for k, v in config.items() if k != "hidden_act"})
     rope = rope_from_hf(config, fields["head_dim"], fields["max_len"])
     windows = hf_config.layer_windows(
@@ -106,7 +106,7 @@ def gemma2_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Dec
     return DecoderConfig(
         layers=tuple(LayerConfig(rope, ffn_dim, window) for window in windows),
         norms="around",
-        attention_scale=hf_config.number(config, "query_pre_attn_scalar") ** -0.5,
+        attention_scale=hf_config.get_float(config, "query_pre_attn_scalar") ** -0.5,
         attention_soft_cap=config["attn_logit_softcapping"],
         logits_soft_cap=config["final_logit_softcapping"],
         **fields,
@@ -116,30 +116,30 @@ def gemma2_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Dec
 def gemma3_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
     """From config.json of a text model, or of one with images, whose `text_config` is read."""
     if "text_config" in config:
-        config = hf_config.section(config, "text_config")
+        config = hf_config.get_object(config, "text_config")
         # The reference leaves it out where there are images; no published model sets it.
-        hf_config.refuse(config, final_logit_softcapping=None)
-    config = DEFAULTS_OF_3 | dict(config)
-    hf_config.refuse(config, attn_logit_softcapping=None)
+        hf_config.refuse_unsupported(config, final_logit_softcapping=None)
+    config = GEMMA3_DEFAULTS | dict(config)
+    hf_config.refuse_unsupported(config, attn_logit_softcapping=None)
     fields = _fields({k: v for k, v in config.items() if k != "hidden_act"})
     full, sliding = ropes_from_hf(
         config,
         fields["head_dim"],
         fields["max_len"],
         theta=GLOBAL_THETA,
-        local_theta=hf_config.number(config, "rope_local_base_freq", LOCAL_THETA),
+        local_theta=hf_config.get_float(config, "rope_local_base_freq", LOCAL_THETA),
     )
-    every = hf_config.whole(config, "sliding_window_pattern", default=6)
+    every = hf_config.get_int(config, "sliding_window_pattern", default=6)
     windows = hf_config.layer_windows(
         config, fields["num_layers"], config["sliding_window"], lambda i: (i + 1) % every != 0
     )
-    [ffn_dim] = hf_config.need(config, "intermediate_size")
+    [ffn_dim] = hf_config.require_ints(config, "intermediate_size")
     layers = [LayerConfig(sliding if window else full, ffn_dim, window) for window in windows]
     return DecoderConfig(
         layers=tuple(layers),
         norms="around",
         qk_norm="head",
-        attention_scale=hf_config.number(config, "query_pre_attn_scalar") ** -0.5,
+        attention_scale=hf_config.get_float(config, "query_pre_attn_scalar") ** -0.5,
         logits_soft_cap=config.get("final_logit_softcapping"),
         **fields,
     )
@@ -150,7 +150,7 @@ def _gguf_fields(keys: GgufKeys, tensors: Mapping[str, Any], read: set[str]) -> 
     keys.refuse_unread(DECODER_KEYS | read)
     fields = gguf_config.decoder_fields(keys, tensors)
     fields |= {"activation": GELU, "embedding_scale": math.sqrt(fields["model_dim"])}
-    if fields["num_layers"] == NUM_LAYERS_OF_27B.get(keys.architecture):
+    if fields["num_layers"] == NUM_LAYERS_27B.get(keys.architecture):
         fields["attention_scale"] = (fields["model_dim"] // fields["num_heads"]) ** -0.5
     return fields
 
@@ -160,7 +160,7 @@ def gemma_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> 
     keys = GgufKeys(metadata, "gemma")
     fields = _gguf_fields(keys, tensors, set())
     rope = rope_from_gguf(metadata, "gemma", fields["head_dim"], tensors)
-    return DecoderConfig(layers=(LayerConfig(rope, keys.whole("feed_forward_length")),), **fields)
+    return DecoderConfig(layers=(LayerConfig(rope, keys.get_int("feed_forward_length")),), **fields)
 
 
 def gemma2_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
@@ -170,8 +170,8 @@ def gemma2_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) ->
     caps = {"attn_logit_softcapping", "final_logit_softcapping"}
     fields = _gguf_fields(keys, tensors, caps | {"attention.sliding_window"})
     rope = rope_from_gguf(metadata, "gemma2", fields["head_dim"], tensors)
-    ffn_dim = keys.whole("feed_forward_length")
-    window = keys.whole("attention.sliding_window", 4096)
+    ffn_dim = keys.get_int("feed_forward_length")
+    window = keys.get_int("attention.sliding_window", 4096)
     return DecoderConfig(
         layers=(LayerConfig(rope, ffn_dim, window), LayerConfig(rope, ffn_dim)),
         norms="around",
@@ -187,11 +187,13 @@ def gemma3_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) ->
     read = {"attention.sliding_window", "rope.freq_base_swa", "final_logit_softcapping"}
     fields = _gguf_fields(keys, tensors, read)
     full = rope_from_gguf(metadata, "gemma3", fields["head_dim"], tensors)
-    ffn_dim = keys.whole("feed_forward_length")
+    ffn_dim = keys.get_int("feed_forward_length")
     layers = (LayerConfig(full, ffn_dim),)
     if keys.get("attention.sliding_window"):
-        local = Rope(keys.number("rope.freq_base_swa", LOCAL_THETA), full.dim)
-        layers = (LayerConfig(local, ffn_dim, keys.whole("attention.sliding_window")),) * 5 + layers
+        local = Rope(keys.get_float("rope.freq_base_swa", LOCAL_THETA), full.dim)
+        layers = (
+            LayerConfig(local, ffn_dim, keys.get_int("attention.sliding_window")),
+        ) * 5 + layers
     return DecoderConfig(
         layers=layers,
         norms="around",

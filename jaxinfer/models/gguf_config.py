@@ -6,11 +6,11 @@ import re
 from collections.abc import Mapping, Set
 from typing import Any
 
-from jaxinfer.models.hf_config import bounded_layers
-from jaxinfer.nn.checks import not_positive, not_whole
+from jaxinfer.models.hf_config import check_num_layers
+from jaxinfer.nn.checks import positive_errors, whole_number_errors
 
 # Beginnings of keys that say how the model computes.
-WATCHED = (
+WATCHED_PREFIXES = (
     "attention.",
     "rope.",
     "expert",
@@ -35,35 +35,35 @@ class GgufKeys:
     def get(self, name: str, default: Any = None) -> Any:
         return self.metadata.get(f"{self.architecture}.{name}", default)
 
-    def need(self, name: str) -> Any:
+    def require(self, name: str) -> Any:
         """The value of a key; `ValueError` where there is none."""
         value = self.get(name)
         if value is None:
             raise ValueError(f"the GGUF file has no {self.architecture}.{name}")
         return value
 
-    def whole(self, name: str, default: int | None = None, least: int = 1) -> int:
+    def get_int(self, name: str, default: int | None = None, least: int = 1) -> int:
         """A whole number of at least `least`; `ValueError` otherwise."""
-        value = self.need(name) if default is None else self.get(name, default)
+        value = self.require(name) if default is None else self.get(name, default)
         full = f"{self.architecture}.{name}"
-        if wrong := not_whole({full: value}, {full: least}):
+        if wrong := whole_number_errors({full: value}, {full: least}):
             raise ValueError(wrong[0])
         return value
 
-    def number(self, name: str, default: float | None = None) -> float:
+    def get_float(self, name: str, default: float | None = None) -> float:
         """A finite number above 0; `ValueError` otherwise."""
-        value = self.need(name) if default is None else self.get(name, default)
-        if wrong := not_positive({f"{self.architecture}.{name}": value}):
+        value = self.require(name) if default is None else self.get(name, default)
+        if wrong := positive_errors({f"{self.architecture}.{name}": value}):
             raise ValueError(wrong[0])
         return float(value)
 
-    def scale(self, name: str, default: float = 1.0) -> float:
+    def get_scale(self, name: str, default: float = 1.0) -> float:
         """As `number`; a 0 in the file is none, as llama.cpp reads it: `default`."""
-        return default if self.get(name) in (None, 0) else self.number(name)
+        return default if self.get(name) in (None, 0) else self.get_float(name)
 
     def num_layers(self) -> int:
         """The number of blocks; `ValueError` where it is above what is read."""
-        return bounded_layers(f"{self.architecture}.block_count", self.whole("block_count"))
+        return check_num_layers(f"{self.architecture}.block_count", self.get_int("block_count"))
 
     def refuse_unread(self, read: Set[str]) -> None:
         """`ValueError` for keys of attention, RoPE, experts and the like that are not `read`: each
@@ -71,7 +71,7 @@ class GgufKeys:
         unread = [
             name
             for name in self.metadata
-            if name.startswith(tuple(f"{self.architecture}.{part}" for part in WATCHED))
+            if name.startswith(tuple(f"{self.architecture}.{part}" for part in WATCHED_PREFIXES))
             and name.removeprefix(f"{self.architecture}.") not in read
         ]
         if unread:
@@ -103,7 +103,7 @@ DECODER_KEYS = frozenset(
 )
 
 
-def in_some_block(tensors: Mapping[str, Any], name: str) -> bool:
+def has_block_tensor(tensors: Mapping[str, Any], name: str) -> bool:
     """Whether any block has this tensor: which ones do is for the loader to check, by name."""
     return any(re.fullmatch(rf"blk\.\d+\.{re.escape(name)}", stored) for stored in tensors)
 
@@ -111,25 +111,25 @@ def in_some_block(tensors: Mapping[str, Any], name: str) -> bool:
 def decoder_fields(keys: GgufKeys, tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of a `DecoderConfig` that nearly all architectures state alike: all but `layers`.
     Biases and the tied head are read off the tensor names."""
-    model_dim, num_heads = keys.whole("embedding_length"), keys.whole("attention.head_count")
-    head_dim = keys.whole("attention.key_length", max(1, model_dim // num_heads))
-    if keys.whole("attention.value_length", head_dim) != head_dim:
+    model_dim, num_heads = keys.get_int("embedding_length"), keys.get_int("attention.head_count")
+    head_dim = keys.get_int("attention.key_length", max(1, model_dim // num_heads))
+    if keys.get_int("attention.value_length", head_dim) != head_dim:
         raise ValueError(
             f"{keys.architecture}.attention.value_length {keys.get('attention.value_length')} "
             f"differs from the key's length {head_dim}; this family has one head dimension"
         )
     embedding = tensors.get("token_embd.weight")
     return {
-        "vocab_size": keys.whole("vocab_size") if embedding is None else embedding.shape[0],
+        "vocab_size": keys.get_int("vocab_size") if embedding is None else embedding.shape[0],
         "num_layers": keys.num_layers(),
         "model_dim": model_dim,
         "num_heads": num_heads,
-        "num_kv_heads": keys.whole("attention.head_count_kv", num_heads),
+        "num_kv_heads": keys.get_int("attention.head_count_kv", num_heads),
         "head_dim": head_dim,
-        "max_len": keys.whole("context_length"),
-        "norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        "max_len": keys.get_int("context_length"),
+        "norm_eps": keys.get_float("attention.layer_norm_rms_epsilon"),
         "is_tied": "output.weight" not in tensors,
-        "qkv_bias": in_some_block(tensors, "attn_q.bias"),
-        "out_bias": in_some_block(tensors, "attn_output.bias"),
-        "mlp_bias": in_some_block(tensors, "ffn_up.bias"),
+        "qkv_bias": has_block_tensor(tensors, "attn_q.bias"),
+        "out_bias": has_block_tensor(tensors, "attn_output.bias"),
+        "mlp_bias": has_block_tensor(tensors, "ffn_up.bias"),
     }

@@ -20,11 +20,11 @@ from jaxinfer.kernels.paged_attention.update import Rotary
 from jaxinfer.models.decoder import head_logits, run_blocks
 from jaxinfer.nn.attention import Attention, AttentionConfig
 from jaxinfer.nn.checks import (
-    not_whole,
-    refuse_wrong,
-    whole_fields,
-    wrong_epsilon,
-    wrong_rope_dims,
+    epsilon_errors,
+    int_fields,
+    raise_errors,
+    rope_dim_errors,
+    whole_number_errors,
 )
 from jaxinfer.nn.layers import MLP, Embedding, LayerNorm, Linear, NoNorm, Numerics, parameter
 from jaxinfer.nn.ragged import CacheShape, RaggedBatch
@@ -58,15 +58,15 @@ class GptConfig:
     scales_by_layer: bool = False  # scores of layer i by 1 / (i + 1) as well
 
     def __post_init__(self):
-        wrong = not_whole(whole_fields(self), {"first_position": 0})
+        wrong = whole_number_errors(int_fields(self), {"first_position": 0})
         if not wrong and self.model_dim % self.num_heads:
             wrong.append(f"model_dim {self.model_dim} is no multiple of {self.num_heads} heads")
         if not wrong and self.rope is not None:
-            wrong += wrong_rope_dims([self.rope.dim], self.head_dim)
-        wrong += wrong_epsilon("norm_eps", self.norm_eps)
+            wrong += rope_dim_errors([self.rope.dim], self.head_dim)
+        wrong += epsilon_errors("norm_eps", self.norm_eps)
         if self.activation not in ACTIVATIONS:
             wrong.append(f"activation is {self.activation!r}; there are {', '.join(ACTIVATIONS)}")
-        refuse_wrong("the model's configuration", wrong)
+        raise_errors("the model's configuration", wrong)
 
     @property
     def head_dim(self) -> int:

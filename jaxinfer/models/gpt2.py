@@ -24,7 +24,7 @@ from jaxinfer.models.gpt_weights import (
     in_module,
     rows,
 )
-from jaxinfer.models.hf_config import activation, number, refuse, whole
+from jaxinfer.models.hf_config import get_activation, get_float, get_int, refuse_unsupported
 
 
 def _conv1d(index: int) -> Transform:
@@ -83,17 +83,17 @@ def hf_weights(config: GptConfig) -> WeightTable:
 
 def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> GptConfig:
     """From config.json; missing keys take `GPT2Config`'s defaults."""
-    refuse(config, add_cross_attention=False)
-    model_dim = whole(config, "n_embd", "hidden_size", default=768)
+    refuse_unsupported(config, add_cross_attention=False)
+    model_dim = get_int(config, "n_embd", "hidden_size", default=768)
     return GptConfig(
-        vocab_size=whole(config, "vocab_size", default=50257),
-        num_layers=whole(config, "n_layer", "num_hidden_layers", default=12),
+        vocab_size=get_int(config, "vocab_size", default=50257),
+        num_layers=get_int(config, "n_layer", "num_hidden_layers", default=12),
         model_dim=model_dim,
-        num_heads=whole(config, "n_head", "num_attention_heads", default=12),
-        ffn_dim=whole(config, "n_inner", default=4 * model_dim),
-        max_len=whole(config, "n_positions", "max_position_embeddings", default=1024),
-        activation=activation(config, "activation_function", default="gelu_new"),
-        norm_eps=number(config, "layer_norm_epsilon", 1e-5),
+        num_heads=get_int(config, "n_head", "num_attention_heads", default=12),
+        ffn_dim=get_int(config, "n_inner", default=4 * model_dim),
+        max_len=get_int(config, "n_positions", "max_position_embeddings", default=1024),
+        activation=get_activation(config, "activation_function", default="gelu_new"),
+        norm_eps=get_float(config, "layer_norm_epsilon", 1e-5),
         has_position_table=True,
         is_tied=bool(config.get("tie_word_embeddings", True)),
         scales_scores=bool(config.get("scale_attn_weights", True)),
@@ -106,7 +106,7 @@ def config_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) ->
     keys = GgufKeys(metadata, "gpt2")
     keys.refuse_unread(GGUF_KEYS)
     table = tensors.get("position_embd.weight")
-    max_len = keys.whole("context_length") if table is None else table.shape[0]
+    max_len = keys.get_int("context_length") if table is None else table.shape[0]
     return GptConfig(max_len=max_len, has_position_table=True, **gguf_fields(keys, tensors))
 
 

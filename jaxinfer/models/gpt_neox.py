@@ -6,22 +6,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxinfer.models.family import Family, WeightTable
-from jaxinfer.models.gguf_config import GgufKeys, in_some_block
+from jaxinfer.models.gguf_config import GgufKeys, has_block_tensor
 from jaxinfer.models.gpt import GptConfig, GptDecoder
 from jaxinfer.models.gpt_weights import (
     BLOCK,
     GGUF_KEYS,
-    fused_rows,
+    fused_qkv_rows,
     gguf_fields,
     gguf_weights,
     in_module,
     interleaved,
     rows,
 )
-from jaxinfer.models.hf_config import activation, number, whole
+from jaxinfer.models.hf_config import get_activation, get_float, get_int
 from jaxinfer.models.rope_config import rope_from_gguf, rope_from_hf
 
-SIZE_OF_20B = (44, 6144)  # layers, and their width
+SIZE_20B = (44, 6144)  # layers, and their width
 _GGUF_KEYS = GGUF_KEYS | {
     "rope.dimension_count",
     "rope.freq_base",
@@ -36,7 +36,7 @@ def hf_weights(config: GptConfig) -> WeightTable:
     """The fused tensor holds q, k and v of one head after another."""
     block = r"gpt_neox.layers.\1."
     return WeightTable(
-        fused_rows(f"{block}attention.query_key_value", interleaved)
+        fused_qkv_rows(f"{block}attention.query_key_value", interleaved)
         + rows(
             {
                 rf"{BLOCK}attention\.o": f"{block}attention.dense",
@@ -63,23 +63,23 @@ def hf_weights(config: GptConfig) -> WeightTable:
 
 def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> GptConfig:
     """From config.json; missing keys take `GPTNeoXConfig`'s defaults."""
-    model_dim = whole(config, "hidden_size", default=6144)
-    num_heads = whole(config, "num_attention_heads", default=64)
-    max_len = whole(config, "max_position_embeddings", default=2048)
+    model_dim = get_int(config, "hidden_size", default=6144)
+    num_heads = get_int(config, "num_attention_heads", default=64)
+    max_len = get_int(config, "max_position_embeddings", default=2048)
     # The older spelling of base and share, from before `rope_parameters`.
     older = {
         "rope_theta": config.get("rotary_emb_base", 10_000.0),
         "partial_rotary_factor": config.get("rotary_pct", 0.25),
     }
     return GptConfig(
-        vocab_size=whole(config, "vocab_size", default=50432),
-        num_layers=whole(config, "num_hidden_layers", default=44),
+        vocab_size=get_int(config, "vocab_size", default=50432),
+        num_layers=get_int(config, "num_hidden_layers", default=44),
         model_dim=model_dim,
         num_heads=num_heads,
-        ffn_dim=whole(config, "intermediate_size", default=24576),
+        ffn_dim=get_int(config, "intermediate_size", default=24576),
         max_len=max_len,
-        activation=activation(config, "hidden_act", default="gelu"),
-        norm_eps=number(config, "layer_norm_eps", 1e-5),
+        activation=get_activation(config, "hidden_act", default="gelu"),
+        norm_eps=get_float(config, "layer_norm_eps", 1e-5),
         residual="parallel" if config.get("use_parallel_residual", True) else "sequential",
         rope=rope_from_hf({**older, **config}, model_dim // num_heads, max_len),
         has_attention_bias=bool(config.get("attention_bias", True)),
@@ -95,13 +95,13 @@ def config_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) ->
     keys.refuse_unread(_GGUF_KEYS)
     fields = gguf_fields(keys, tensors)
     head_dim = fields["model_dim"] // fields["num_heads"]
-    is_20b = (fields["num_layers"], fields["model_dim"]) == SIZE_OF_20B
+    is_20b = (fields["num_layers"], fields["model_dim"]) == SIZE_20B
     return GptConfig(
-        max_len=keys.whole("context_length"),
+        max_len=keys.get_int("context_length"),
         activation="gelu_pytorch_tanh" if is_20b else "gelu",
         residual="parallel" if keys.get("use_parallel_residual", True) else "sequential",
         rope=rope_from_gguf(metadata, "gptneox", head_dim, tensors),
-        has_attention_bias=in_some_block(tensors, "attn_qkv.bias"),
+        has_attention_bias=has_block_tensor(tensors, "attn_qkv.bias"),
         **fields,
     )
 

@@ -77,9 +77,9 @@ GGUF_WEIGHTS = WeightTable(
 def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
     """From config.json; missing keys take `GptOssConfig`'s defaults, sizes excepted."""
     config = DEFAULTS | dict(config)
-    if not any(hf_config.section(config, key) for key in ("rope_parameters", "rope_scaling")):
+    if not any(hf_config.get_object(config, key) for key in ("rope_parameters", "rope_scaling")):
         config["rope_parameters"] = YARN
-    ffn_dim, per_token = hf_config.need(config, "intermediate_size", "num_experts_per_tok")
+    ffn_dim, per_token = hf_config.require_ints(config, "intermediate_size", "num_experts_per_tok")
     fields = hf_config.decoder_fields(config)
     rope = rope_from_hf(config, fields["head_dim"], fields["max_len"], theta=150_000.0)
     windows = hf_config.layer_windows(
@@ -88,7 +88,7 @@ def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Dec
     # A softmax over the chosen logits is the softmax over all, divided by the chosen ones' sum.
     router = RouterConfig(num_experts(config), per_token, renormalize=True, has_bias=True)
     activation = ClampedSwiGLU(
-        hf_config.number(config, "swiglu_alpha"), hf_config.number(config, "swiglu_limit")
+        hf_config.get_float(config, "swiglu_alpha"), hf_config.get_float(config, "swiglu_limit")
     )
     experts = ExpertsConfig(router, ffn_dim, activation, bias=True)
     layers = [LayerConfig(rope, ffn_dim, window) for window in windows]
@@ -117,7 +117,7 @@ def config_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) ->
         tensors,
         rope,
         renormalize=True,
-        windows=(keys.whole("attention.sliding_window"), None),
+        windows=(keys.get_int("attention.sliding_window"), None),
         activation=activation,
         bias=True,
     )

@@ -48,7 +48,7 @@ def rows(
     return tuple(found)
 
 
-def fused_rows(stored: str, part: Callable[[Transform, int], Transform]) -> tuple[Weight, ...]:
+def fused_qkv_rows(stored: str, part: Callable[[Transform, int], Transform]) -> tuple[Weight, ...]:
     """Rows of q, k and v, which lie in one tensor: `part(transform, index)` cuts it."""
     found = []
     for index, letter in enumerate("qkv"):
@@ -94,12 +94,12 @@ def gguf_weights(config: GptConfig) -> WeightTable:
     """Of any of these architectures: a converter writes the rows of q, then k, then v."""
     D = config.model_dim
     part = lambda transform, index: part_of(transform, index * D, 3 * D)
-    return WeightTable(fused_rows(r"blk.\1.attn_qkv", part) + _GGUF_ROWS)
+    return WeightTable(fused_qkv_rows(r"blk.\1.attn_qkv", part) + _GGUF_ROWS)
 
 
 def gguf_fields(keys: GgufKeys, tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of a `GptConfig` that the architectures state alike."""
-    num_heads, embedding = keys.whole("attention.head_count"), tensors.get("token_embd.weight")
+    num_heads, embedding = keys.get_int("attention.head_count"), tensors.get("token_embd.weight")
     num_kv_heads = keys.get("attention.head_count_kv", num_heads)
     if num_kv_heads != num_heads:
         raise ValueError(
@@ -107,11 +107,11 @@ def gguf_fields(keys: GgufKeys, tensors: Mapping[str, Any]) -> dict[str, Any]:
             f"many as heads ({num_heads})"
         )
     return {
-        "vocab_size": keys.whole("vocab_size") if embedding is None else embedding.shape[0],
+        "vocab_size": keys.get_int("vocab_size") if embedding is None else embedding.shape[0],
         "num_layers": keys.num_layers(),
-        "model_dim": keys.whole("embedding_length"),
+        "model_dim": keys.get_int("embedding_length"),
         "num_heads": num_heads,
-        "ffn_dim": keys.whole("feed_forward_length"),
-        "norm_eps": keys.number("attention.layer_norm_epsilon"),
+        "ffn_dim": keys.get_int("feed_forward_length"),
+        "norm_eps": keys.get_float("attention.layer_norm_epsilon"),
         "is_tied": "output.weight" not in tensors,
     }

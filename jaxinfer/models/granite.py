@@ -18,7 +18,7 @@ GGUF_WEIGHTS = WeightTable(GGUF_ROWS, GGUF_IGNORED)
 
 def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
     """From config.json."""
-    [ffn_dim] = hf_config.need(config, "intermediate_size")
+    [ffn_dim] = hf_config.require_ints(config, "intermediate_size")
     fields = hf_config.decoder_fields(config)
     rope = rope_from_hf(config, fields["head_dim"], fields["max_len"])
     has_bias = bool(config.get("attention_bias", False))
@@ -27,10 +27,10 @@ def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Dec
         qkv_bias=has_bias,
         out_bias=has_bias,
         mlp_bias=bool(config.get("mlp_bias", False)),
-        embedding_scale=hf_config.number(config, "embedding_multiplier", 1.0),
-        attention_scale=hf_config.number(config, "attention_multiplier", 1.0),
-        residual_scale=hf_config.number(config, "residual_multiplier", 1.0),
-        logits_scale=1 / hf_config.number(config, "logits_scaling", 1.0),
+        embedding_scale=hf_config.get_float(config, "embedding_multiplier", 1.0),
+        attention_scale=hf_config.get_float(config, "attention_multiplier", 1.0),
+        residual_scale=hf_config.get_float(config, "residual_multiplier", 1.0),
+        logits_scale=1 / hf_config.get_float(config, "logits_scaling", 1.0),
         **fields,
     )
 
@@ -44,11 +44,11 @@ def config_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) ->
     fields = gguf_config.decoder_fields(keys, tensors)
     rope = rope_from_gguf(metadata, "granite", fields["head_dim"], tensors)
     return DecoderConfig(
-        layers=(LayerConfig(rope, keys.whole("feed_forward_length")),),
-        embedding_scale=keys.scale("embedding_scale"),
-        attention_scale=keys.scale("attention.scale", 0.0) or None,
-        residual_scale=keys.scale("residual_scale"),
-        logits_scale=1 / keys.scale("logit_scale"),
+        layers=(LayerConfig(rope, keys.get_int("feed_forward_length")),),
+        embedding_scale=keys.get_scale("embedding_scale"),
+        attention_scale=keys.get_scale("attention.scale", 0.0) or None,
+        residual_scale=keys.get_scale("residual_scale"),
+        logits_scale=1 / keys.get_scale("logit_scale"),
         **fields,
     )
 

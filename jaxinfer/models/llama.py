@@ -19,7 +19,7 @@ GGUF_WEIGHTS = WeightTable((*GGUF_EXPERTS_ROWS, *GGUF_ROWS), GGUF_IGNORED)
 
 def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
     """From config.json; missing keys take `LlamaConfig`'s defaults where it has any."""
-    [ffn_dim] = hf_config.need(config, "intermediate_size")
+    [ffn_dim] = hf_config.require_ints(config, "intermediate_size")
     fields = hf_config.decoder_fields(config)
     rope = rope_from_hf(config, fields["head_dim"], fields["max_len"])
     has_bias = bool(config.get("attention_bias", False))
@@ -39,7 +39,7 @@ def config_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) ->
     keys.refuse_unread(EXPERT_KEYS)
     fields = gguf_config.decoder_fields(keys, tensors)
     rope = rope_from_gguf(metadata, "llama", fields["head_dim"], tensors)
-    ffn_dim = keys.whole("feed_forward_length")
+    ffn_dim = keys.get_int("feed_forward_length")
     if not keys.get("expert_count", 0):
         return DecoderConfig(layers=(LayerConfig(rope, ffn_dim),), **fields)
     layers = layers_from_gguf(keys, tensors, rope, renormalize=True, default_ffn_dim=ffn_dim)

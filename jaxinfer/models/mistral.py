@@ -25,7 +25,7 @@ def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Dec
     """From config.json. `layer_types` makes a Mistral of transformers a Ministral; both are one
     family here."""
     config = DEFAULTS | dict(config)
-    [ffn_dim] = hf_config.need(config, "intermediate_size")
+    [ffn_dim] = hf_config.require_ints(config, "intermediate_size")
     fields = hf_config.decoder_fields(config)
     rope = rope_from_hf(config, fields["head_dim"], fields["max_len"])
     windows = hf_config.layer_windows(config, fields["num_layers"], config["sliding_window"])
@@ -35,7 +35,7 @@ def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Dec
 
 def config_from_wrapped(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
     """The text model of a Mistral with images: `text_config` in config.json."""
-    text = hf_config.section(config, "text_config")
+    text = hf_config.get_object(config, "text_config")
     kind = text.get("model_type", "mistral")
     if kind not in ("mistral", "ministral"):
         raise ValueError(f"text_config's model_type is {kind!r}; this build has mistral, ministral")

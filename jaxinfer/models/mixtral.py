@@ -31,7 +31,7 @@ HF_WEIGHTS = WeightTable(
 def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
     """From config.json; missing keys take `MixtralConfig`'s defaults, sizes excepted."""
     config = DEFAULTS | dict(config)
-    ffn_dim, per_token = hf_config.need(config, "intermediate_size", "num_experts_per_tok")
+    ffn_dim, per_token = hf_config.require_ints(config, "intermediate_size", "num_experts_per_tok")
     fields = hf_config.decoder_fields(config)
     rope = rope_from_hf(config, fields["head_dim"], fields["max_len"], theta=1e6)
     windows = hf_config.layer_windows(config, fields["num_layers"], config.get("sliding_window"))

@@ -14,7 +14,7 @@ from jaxinfer.models.gguf_config import DECODER_KEYS, GgufKeys
 from jaxinfer.models.rope_config import rope_from_gguf, rope_from_hf, ropes_from_hf
 from jaxinfer.nn.rope import Rope
 
-THETA_OF_OLMO3 = 500_000.0
+OLMO3_THETA = 500_000.0
 NORMS: dict[str, Any] = {"norms": "after", "qk_norm": "all"}
 HF_WEIGHTS = WeightTable(HF_ROWS, HF_IGNORED)
 GGUF_WEIGHTS = WeightTable(GGUF_HALVES_ROWS, GGUF_IGNORED)
@@ -29,7 +29,7 @@ def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def olmo2_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
     """From config.json."""
-    [ffn_dim] = hf_config.need(config, "intermediate_size")
+    [ffn_dim] = hf_config.require_ints(config, "intermediate_size")
     fields = _fields(config)
     rope = rope_from_hf(config, fields["head_dim"], fields["max_len"])
     return DecoderConfig(layers=(LayerConfig(rope, ffn_dim),), **fields)
@@ -37,11 +37,11 @@ def olmo2_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Deco
 
 def olmo3_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
     """From config.json. A RoPE scaling is that of the full layers alone."""
-    [ffn_dim] = hf_config.need(config, "intermediate_size")
+    [ffn_dim] = hf_config.require_ints(config, "intermediate_size")
     fields = _fields(config)
-    theta = THETA_OF_OLMO3
+    theta = OLMO3_THETA
     if config.get("rope_theta") is not None:
-        theta = hf_config.number(config, "rope_theta")
+        theta = hf_config.get_float(config, "rope_theta")
     full, sliding = ropes_from_hf(
         config, fields["head_dim"], fields["max_len"], theta=theta, local_theta=theta
     )
@@ -61,9 +61,9 @@ def config_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) ->
     )
     fields = gguf_config.decoder_fields(keys, tensors) | NORMS
     full = rope_from_gguf(metadata, "olmo2", fields["head_dim"], tensors)
-    ffn_dim, layers = keys.whole("feed_forward_length"), None
+    ffn_dim, layers = keys.get_int("feed_forward_length"), None
     if keys.get("attention.sliding_window"):
-        window = keys.whole("attention.sliding_window")
+        window = keys.get_int("attention.sliding_window")
         sliding = LayerConfig(Rope(full.theta, full.dim), ffn_dim, window)
         slides = keys.get("attention.sliding_window_pattern", [True, True, True, False])
         if not isinstance(slides, list | tuple):

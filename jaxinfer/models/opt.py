@@ -8,7 +8,7 @@ from typing import Any
 from jaxinfer.models.family import Family, WeightTable
 from jaxinfer.models.gpt import GptConfig, GptDecoder
 from jaxinfer.models.gpt_weights import BLOCK, in_module, rows
-from jaxinfer.models.hf_config import activation, refuse, whole
+from jaxinfer.models.hf_config import get_activation, get_int, refuse_unsupported
 
 FIRST_POSITION = 2
 
@@ -48,8 +48,8 @@ def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Gpt
     Refused are norms behind the sublayers and narrower embeddings (OPT-350M has both), and models
     without biases (Galactica).
     """
-    model_dim = whole(config, "hidden_size", default=768)
-    refuse(
+    model_dim = get_int(config, "hidden_size", default=768)
+    refuse_unsupported(
         config,
         do_layer_norm_before=True,
         word_embed_proj_dim=model_dim,
@@ -58,13 +58,13 @@ def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Gpt
         _remove_final_layer_norm=False,
     )
     return GptConfig(
-        vocab_size=whole(config, "vocab_size", default=50272),
-        num_layers=whole(config, "num_hidden_layers", default=12),
+        vocab_size=get_int(config, "vocab_size", default=50272),
+        num_layers=get_int(config, "num_hidden_layers", default=12),
         model_dim=model_dim,
-        num_heads=whole(config, "num_attention_heads", default=12),
-        ffn_dim=whole(config, "ffn_dim", default=3072),
-        max_len=whole(config, "max_position_embeddings", default=2048),
-        activation=activation(config, "activation_function", default="relu"),
+        num_heads=get_int(config, "num_attention_heads", default=12),
+        ffn_dim=get_int(config, "ffn_dim", default=3072),
+        max_len=get_int(config, "max_position_embeddings", default=2048),
+        activation=get_activation(config, "activation_function", default="relu"),
         has_position_table=True,
         first_position=FIRST_POSITION,
         is_tied=bool(config.get("tie_word_embeddings", True)),

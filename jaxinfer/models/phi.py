@@ -18,17 +18,17 @@ DEFAULTS = {
     "original_max_position_embeddings": 4096,
     "rms_norm_eps": 1e-5,
 }
-OTHER_NAMES_OF_LONGROPE = ("su", "yarn")
+LONGROPE_ALIASES = ("su", "yarn")
 
 
 def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
     """From config.json. Its RoPE scalings of other names are LongRoPE too."""
     config = DEFAULTS | dict(config)
     for key in ("rope_scaling", "rope_parameters"):
-        given = hf_config.section(config, key)
-        if given.get("rope_type", given.get("type")) in OTHER_NAMES_OF_LONGROPE:
+        given = hf_config.get_object(config, key)
+        if given.get("rope_type", given.get("type")) in LONGROPE_ALIASES:
             config[key] = {**given, "rope_type": "longrope"}
-    [ffn_dim] = hf_config.need(config, "intermediate_size")
+    [ffn_dim] = hf_config.require_ints(config, "intermediate_size")
     fields = hf_config.decoder_fields(config)
     rope = rope_from_hf(config, fields["head_dim"], fields["max_len"])
     layer = LayerConfig(rope, ffn_dim, config.get("sliding_window"))
@@ -42,7 +42,7 @@ def config_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) ->
     fields = gguf_config.decoder_fields(keys, tensors)
     rope = rope_from_gguf(metadata, "phi3", fields["head_dim"], tensors)
     window = keys.get("attention.sliding_window") or None
-    layer = LayerConfig(rope, keys.whole("feed_forward_length"), window)
+    layer = LayerConfig(rope, keys.get_int("feed_forward_length"), window)
     return DecoderConfig(layers=(layer,), **fields)
 
 

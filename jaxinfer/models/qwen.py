@@ -23,10 +23,10 @@ def _layers_from_hf(
 ) -> tuple[LayerConfig, ...]:
     """All layers, with an MLP of `ffn_dim`; with `use_sliding_window` those from
     `max_window_layers` on have a window."""
-    hf_config.refuse(config, dual_chunk_attention_config=None)
+    hf_config.refuse_unsupported(config, dual_chunk_attention_config=None)
     rope = rope_from_hf(config, fields["head_dim"], fields["max_len"])
     window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
-    first = lambda: hf_config.whole(config, "max_window_layers", default=28, least=0)
+    first = lambda: hf_config.get_int(config, "max_window_layers", default=28, least=0)
     windows = hf_config.layer_windows(
         config, fields["num_layers"], window, lambda layer: layer >= first()
     )
@@ -36,7 +36,7 @@ def _layers_from_hf(
 def qwen2_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
     """From config.json; missing keys take `Qwen2Config`'s defaults."""
     config = DEFAULTS | dict(config)
-    [ffn_dim] = hf_config.need(config, "intermediate_size")
+    [ffn_dim] = hf_config.require_ints(config, "intermediate_size")
     fields = hf_config.decoder_fields(config)
     return DecoderConfig(layers=_layers_from_hf(config, fields, ffn_dim), qkv_bias=True, **fields)
 
@@ -44,7 +44,7 @@ def qwen2_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Deco
 def qwen3_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
     """From config.json; missing keys take `Qwen3Config`'s defaults."""
     config = DEFAULTS | {"head_dim": 128} | dict(config)
-    [ffn_dim] = hf_config.need(config, "intermediate_size")
+    [ffn_dim] = hf_config.require_ints(config, "intermediate_size")
     fields = hf_config.decoder_fields(config)
     has_bias = bool(config.get("attention_bias", False))
     return DecoderConfig(
@@ -70,7 +70,7 @@ def _from_gguf(keys: GgufKeys, tensors: Mapping[str, Any], **particular: Any) ->
     keys.refuse_unread(DECODER_KEYS)
     fields = gguf_config.decoder_fields(keys, tensors) | particular
     rope = rope_from_gguf(keys.metadata, keys.architecture, fields["head_dim"], tensors)
-    return DecoderConfig(layers=(LayerConfig(rope, keys.whole("feed_forward_length")),), **fields)
+    return DecoderConfig(layers=(LayerConfig(rope, keys.get_int("feed_forward_length")),), **fields)
 
 
 QWEN2 = Family(

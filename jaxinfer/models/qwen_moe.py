@@ -48,9 +48,9 @@ def qwen2_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Deco
     """From config.json; missing keys take `Qwen2MoeConfig`'s defaults, sizes excepted. With
     `use_sliding_window` every other layer below `max_window_layers` has a window."""
     config = DEFAULTS | {"num_key_value_heads": 16} | dict(config)
-    [shared_dim] = hf_config.need(config, "shared_expert_intermediate_size")
+    [shared_dim] = hf_config.require_ints(config, "shared_expert_intermediate_size")
     fields = hf_config.decoder_fields(config)
-    first_without = lambda: hf_config.whole(config, "max_window_layers", default=28, least=0)
+    first_without = lambda: hf_config.get_int(config, "max_window_layers", default=28, least=0)
     window = config["sliding_window"] if config.get("use_sliding_window") else None
     windows = hf_config.layer_windows(
         config, fields["num_layers"], window, lambda i: i % 2 == 0 and i < first_without()
@@ -78,16 +78,16 @@ def qwen3_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Deco
 
 def _layers(config, fields, windows, **shared: Any) -> tuple[LayerConfig, ...]:
     """Experts are in every `decoder_sparse_step`-th layer that `mlp_only_layers` does not name."""
-    hf_config.refuse(config, dual_chunk_attention_config=None)
+    hf_config.refuse_unsupported(config, dual_chunk_attention_config=None)
     names = ("intermediate_size", "moe_intermediate_size", "num_experts_per_tok")
-    ffn_dim, experts_dim, per_token = hf_config.need(config, *names)
+    ffn_dim, experts_dim, per_token = hf_config.require_ints(config, *names)
     rope = rope_from_hf(config, fields["head_dim"], fields["max_len"])
     router = RouterConfig(
         num_experts(config), per_token, renormalize=bool(config.get("norm_topk_prob", False))
     )
     experts = ExpertsConfig(router, experts_dim, fields["activation"], **shared)
-    step = hf_config.whole(config, "decoder_sparse_step", default=1)
-    dense = set(hf_config.items(config, "mlp_only_layers", int) or ())
+    step = hf_config.get_int(config, "decoder_sparse_step", default=1)
+    dense = set(hf_config.get_list(config, "mlp_only_layers", int) or ())
     is_mixture = [(i + 1) % step == 0 and i not in dense for i in range(fields["num_layers"])]
     layers = [LayerConfig(rope, ffn_dim, window) for window in windows]
     return mixed_layers(layers, experts, is_mixture)
@@ -96,7 +96,9 @@ def _layers(config, fields, windows, **shared: Any) -> tuple[LayerConfig, ...]:
 def qwen2_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
     """From a GGUF file's key-values. They hold no window: the published models use none."""
     keys = GgufKeys(metadata, "qwen2moe")
-    shared_dim = keys.whole("expert_shared_feed_forward_length", keys.whole("feed_forward_length"))
+    shared_dim = keys.get_int(
+        "expert_shared_feed_forward_length", keys.get_int("feed_forward_length")
+    )
     return _from_gguf(
         keys, tensors, renormalize=False, shared_ffn_dim=shared_dim, has_shared_gate=True
     )

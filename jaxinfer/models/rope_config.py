@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxinfer.models.gguf_config import GgufKeys
-from jaxinfer.models.hf_config import FULL, SLIDING, number, section
-from jaxinfer.nn.checks import not_positive, not_whole
+from jaxinfer.models.hf_config import FULL, SLIDING, get_float, get_object
+from jaxinfer.nn.checks import positive_errors, whole_number_errors
 from jaxinfer.nn.rope import (
     Divided,
-    Dynamic,
-    Linear,
+    DynamicNtk,
+    LinearScaling,
     Llama3,
     LongRope,
     Proportional,
@@ -31,17 +31,17 @@ def rope_from_hf(
 
     Raises `ValueError` for an unknown type and for a type whose parameters are missing.
     """
-    given = _with_floats(section(config, "rope_scaling"))
-    given |= _with_floats(section(config, "rope_parameters"))
+    given = _with_floats(get_object(config, "rope_scaling"))
+    given |= _with_floats(get_object(config, "rope_parameters"))
     if nested := sorted(key for key, value in given.items() if isinstance(value, Mapping)):
         raise ValueError(f"rope_parameters differ by layer ({nested}); this family has one RoPE")
     stated = given if given.get("rope_theta") is not None else config
     if stated.get("rope_theta") is not None:
-        theta = number(stated, "rope_theta")
+        theta = get_float(stated, "rope_theta")
     partial = given if "partial_rotary_factor" in given else config
     share = 1.0
     if partial.get("partial_rotary_factor") is not None:
-        share = number(partial, "partial_rotary_factor")
+        share = get_float(partial, "partial_rotary_factor")
     if "original_max_position_embeddings" in config:
         given["original_max_position_embeddings"] = config["original_max_position_embeddings"]
     if given.get("rope_type") == "proportional":  # all dimensions, some of them standing still
@@ -74,15 +74,15 @@ def ropes_from_hf(
     Reads `rope_parameters` nested by kind of layer, or the older flat keys, where `rope_scaling`
     speaks of the full layers alone. The thetas are defaults.
     """
-    nested = section(config, "rope_parameters")
+    nested = get_object(config, "rope_parameters")
     if unknown := sorted(nested.keys() - {FULL, SLIDING}):
         raise ValueError(f"rope_parameters has {unknown}; this family has {FULL} and {SLIDING}")
     others = {k: v for k, v in config.items() if k not in ("rope_parameters", "rope_scaling")}
-    full = dict(section(nested, FULL)) | dict(section(config, "rope_scaling"))
+    full = dict(get_object(nested, FULL)) | dict(get_object(config, "rope_scaling"))
     return (
         rope_from_hf(others | {"rope_parameters": full}, head_dim, max_len, theta=theta),
         rope_from_hf(
-            others | {"rope_parameters": section(nested, SLIDING), "rope_theta": None},
+            others | {"rope_parameters": get_object(nested, SLIDING), "rope_theta": None},
             head_dim,
             max_len,
             theta=local_theta,
@@ -93,10 +93,10 @@ def ropes_from_hf(
 def _scaling_from_hf(given: Mapping[str, Any], max_len: int) -> Unscaled:
     kind = given.get("rope_type", given.get("type", "default"))
     original_len = _stated(given, "original_max_position_embeddings", max_len)
-    if wrong := not_whole({"original_max_position_embeddings": original_len}):
+    if wrong := whole_number_errors({"original_max_position_embeddings": original_len}):
         raise ValueError(wrong[0])
 
-    def need(key: str) -> Any:
+    def required(key: str) -> Any:
         if given.get(key) is None:
             raise ValueError(f"rope type {kind!r} needs {key!r}; config.json has {sorted(given)}")
         return given[key]
@@ -105,13 +105,16 @@ def _scaling_from_hf(given: Mapping[str, Any], max_len: int) -> Unscaled:
         case "default":
             return Unscaled()
         case "linear":
-            return Linear(need("factor"))
+            return LinearScaling(required("factor"))
         case "dynamic":
             # Hugging Face compares with max_position_embeddings, whatever the original length.
-            return Dynamic(need("factor"), max_len)
+            return DynamicNtk(required("factor"), max_len)
         case "llama3":
             return Llama3(
-                need("factor"), need("low_freq_factor"), need("high_freq_factor"), original_len
+                required("factor"),
+                required("low_freq_factor"),
+                required("high_freq_factor"),
+                original_len,
             )
         case "yarn":
             factor = _stated(given, "factor", max_len / original_len)
@@ -129,8 +132,8 @@ def _scaling_from_hf(given: Mapping[str, Any], max_len: int) -> Unscaled:
                 factor = _stated(given, "factor", max_len / original_len)
                 attention_factor = _longrope_attention_factor(factor, original_len)
             return LongRope(
-                _divisors(need("short_factor"), "short_factor"),
-                _divisors(need("long_factor"), "long_factor"),
+                _divisors(required("short_factor"), "short_factor"),
+                _divisors(required("long_factor"), "long_factor"),
                 original_len,
                 attention_factor=attention_factor,
             )
@@ -151,16 +154,16 @@ def _yarn_attention_factor(given: Mapping[str, Any], factor: float) -> float:
 
     if given.get("attention_factor") is not None:
         return given["attention_factor"]
-    if wrong := not_positive({"factor": factor}):
+    if wrong := positive_errors({"factor": factor}):
         raise ValueError(f"YaRN's {wrong[0]}")
     if given.get("mscale") and given.get("mscale_all_dim"):
-        mscale, mscale_all_dim = number(given, "mscale"), number(given, "mscale_all_dim")
+        mscale, mscale_all_dim = get_float(given, "mscale"), get_float(given, "mscale_all_dim")
         return temperature(mscale) / temperature(mscale_all_dim)
     return temperature(1.0)
 
 
 def _longrope_attention_factor(factor: float, original_len: int) -> float:
-    if wrong := not_positive({"factor": factor}):
+    if wrong := positive_errors({"factor": factor}):
         raise ValueError(f"LongRoPE's {wrong[0]}")
     return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original_len))
 
@@ -171,8 +174,8 @@ def rope_from_gguf(
     """Reads `<architecture>.rope.*`. A tensor `rope_freqs.weight` is Llama 3's scaling, a pair of
     `rope_factors_long.weight` and `rope_factors_short.weight` LongRoPE's."""
     keys = GgufKeys(metadata, architecture)
-    theta = keys.number("rope.freq_base", 10_000.0)
-    dim = keys.whole("rope.dimension_count", head_dim)
+    theta = keys.get_float("rope.freq_base", 10_000.0)
+    dim = keys.get_int("rope.dimension_count", head_dim)
     return Rope(theta, dim, _scaling_from_gguf(keys, dim, tensors))
 
 
@@ -183,8 +186,8 @@ def _scaling_from_gguf(keys: GgufKeys, dim: int, tensors: Mapping[str, Any]) -> 
             raise ValueError(f"{name} has {len(values)} factors; RoPE needs {dim // 2}")
         return values
 
-    max_len = keys.whole("context_length")
-    original_len = keys.whole("rope.scaling.original_context_length", max_len)
+    max_len = keys.get_int("context_length")
+    original_len = keys.get_int("rope.scaling.original_context_length", max_len)
     attention_factor = keys.get("rope.scaling.attn_factor")
     if "rope_factors_long.weight" in tensors:
         if attention_factor is None:
@@ -195,7 +198,7 @@ def _scaling_from_gguf(keys: GgufKeys, dim: int, tensors: Mapping[str, Any]) -> 
             original_len,
             attention_factor=attention_factor,
         )
-    kind, factor = keys.get("rope.scaling.type", "none"), keys.scale("rope.scaling.factor")
+    kind, factor = keys.get("rope.scaling.type", "none"), keys.get_scale("rope.scaling.factor")
     if kind == "yarn" and "rope_freqs.weight" not in tensors and factor != 1:
         return _yarn_from_gguf(keys, factor, original_len)
     if (surplus := keys.get("rope.scaling.yarn_attn_factor")) is not None:
@@ -209,7 +212,7 @@ def _scaling_from_gguf(keys: GgufKeys, dim: int, tensors: Mapping[str, Any]) -> 
     if kind in ("none", "") or factor == 1:
         return Unscaled(attention_factor=attention_factor)
     if kind == "linear":
-        return Linear(factor, attention_factor=attention_factor)
+        return LinearScaling(factor, attention_factor=attention_factor)
     raise ValueError(f"rope.scaling.type is {kind!r}; this build reads none, linear and yarn")
 
 
@@ -223,13 +226,13 @@ def _yarn_from_gguf(keys: GgufKeys, factor: float, original_len: int) -> Yarn:
             "knows 1 alone"
         )
     whole = keys.get("rope.scaling.yarn_attn_factor")
-    times = keys.number("rope.scaling.attn_factor", 1.0)
+    times = keys.get_float("rope.scaling.attn_factor", 1.0)
     if whole is None and keys.architecture == "olmo2":
         whole, times = keys.get("rope.scaling.attn_factor"), 1.0
     return Yarn(
         factor,
         original_len,
-        beta_fast=keys.number("rope.scaling.yarn_beta_fast", 32.0),
-        beta_slow=keys.number("rope.scaling.yarn_beta_slow", 1.0),
+        beta_fast=keys.get_float("rope.scaling.yarn_beta_fast", 32.0),
+        beta_slow=keys.get_float("rope.scaling.yarn_beta_slow", 1.0),
         attention_factor=times * _yarn_attention_factor({}, factor) if whole is None else whole,
     )

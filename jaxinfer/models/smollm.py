@@ -26,13 +26,13 @@ GGUF_WEIGHTS = WeightTable(GGUF_ROWS, GGUF_IGNORED)
 def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
     """From config.json. A window, where one is used, is that of the layers without positions."""
     config = DEFAULTS | dict(config)
-    [ffn_dim] = hf_config.need(config, "intermediate_size")
+    [ffn_dim] = hf_config.require_ints(config, "intermediate_size")
     fields = hf_config.decoder_fields(config)
     num_layers = fields["num_layers"]
     rope = rope_from_hf(config, fields["head_dim"], fields["max_len"], theta=2_000_000.0)
-    has_rope = hf_config.items(config, "no_rope_layers", int)  # 1: the layer has RoPE
+    has_rope = hf_config.get_list(config, "no_rope_layers", int)  # 1: the layer has RoPE
     if has_rope is None:
-        interval = hf_config.whole(config, "no_rope_layer_interval", default=4)
+        interval = hf_config.get_int(config, "no_rope_layer_interval", default=4)
         has_rope = [(layer + 1) % interval != 0 for layer in range(num_layers)]
     if len(has_rope) < num_layers:
         raise ValueError(f"no_rope_layers has {len(has_rope)} entries for {num_layers} layers")
@@ -57,7 +57,7 @@ def config_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) ->
     keys.refuse_unread(DECODER_KEYS)
     fields = gguf_config.decoder_fields(keys, tensors)
     rope = rope_from_gguf(metadata, "smollm3", fields["head_dim"], tensors)
-    turned = LayerConfig(rope, keys.whole("feed_forward_length"))
+    turned = LayerConfig(rope, keys.get_int("feed_forward_length"))
     still = LayerConfig(None, turned.ffn_dim)
     return DecoderConfig(layers=(turned,) * (GGUF_NOPE_INTERVAL - 1) + (still,), **fields)
 

@@ -23,18 +23,20 @@ from jaxinfer.sharding.collectives import own_part
 
 @dataclasses.dataclass(frozen=True)
 class QKNorm:
-    """An RMSNorm of queries and keys before they are turned: of each head by itself (Qwen 3), or of
-    all heads as one vector (OLMo 2)."""
+    """An RMSNorm of queries and keys before RoPE, over each head by itself (Qwen 3) or over all
+    heads as one vector (OLMo 2)."""
 
-    of: Literal["head", "all"]
+    over: Literal["head", "all"]
     eps: float
     offset: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionConfig:
-    """Shape and variant of a layer's attention: multi-head, grouped-query or multi-query. The
-    options of the score are those of `kernels/paged_attention/api.py`."""
+    """The shape and variant of a layer's attention: multi-head, grouped-query or multi-query.
+
+    `kernels/paged_attention/api.py` defines the options of the scores.
+    """
 
     dim: int
     num_heads: int
@@ -51,8 +53,10 @@ class AttentionConfig:
 
 
 class Attention(nnx.Module):
-    """Attention in three parts: what each token does alone, what it does with its row's cache, and
-    alone again."""
+    """Attention over the paged cache, in three parts.
+
+    `project_in` and `project_out` treat each token by itself; `attend` reads and writes the cache.
+    """
 
     def __init__(self, config: AttentionConfig, numerics: Numerics):
         self.config = config
@@ -64,16 +68,16 @@ class Attention(nnx.Module):
         self.v = Linear((D, K, H), kv_axes, numerics, has_bias=config.qkv_bias)
         out_axes = ("heads", "head_dim", "model")
         self.o = Linear((N, H, D), out_axes, numerics, num_inputs=2, has_bias=config.out_bias)
-        self.q_norm = self._norm_of(N, "heads")
-        self.k_norm = self._norm_of(K, "kv_heads")
+        self.q_norm = self._qk_norm(N, "heads")
+        self.k_norm = self._qk_norm(K, "kv_heads")
         self.sinks = parameter((N,), ("heads",), numerics) if config.has_sinks else None
 
     def project_in(
         self, x: Float[Array, "T D"]
     ) -> tuple[Float[Array, "T N H"], Float[Array, "T K H"], Float[Array, "T K H"]]:
-        """Queries, keys and values, not yet turned to their positions."""
+        """Return queries, keys and values before RoPE."""
         q, k, v = self.q(x), self.k(x), self.v(x)
-        return _normed(q, self.q_norm), _normed(k, self.k_norm), v
+        return _apply_norm(q, self.q_norm), _apply_norm(k, self.k_norm), v
 
     def attend(
         self,
@@ -84,8 +88,8 @@ class Attention(nnx.Module):
         batch: RaggedBatch,
         pages: KVPages,
     ) -> tuple[Float[Array, "T N H"], KVPages]:
-        """Turn to positions (by no angles: not at all), store keys and values in their pages,
-        attend over each row's pages."""
+        """Apply RoPE (unless `angles` is None), store keys and values in their pages, and attend
+        over each row's pages."""
         config = self.config
         variant = AttentionVariant(
             scale=config.head_dim**-0.5 if config.scale is None else config.scale,
@@ -100,27 +104,30 @@ class Attention(nnx.Module):
         return self.o(out)
 
     def _slopes(self) -> jax.Array:
-        """Of this device's heads."""
+        """Return the ALiBi slopes of this device's heads."""
         layout, slopes = self.numerics.layout, jnp.asarray(alibi_slopes(self.config.num_heads))
         return own_part(slopes, layout.axes("heads"), layout.parts("heads"), dim=0)
 
-    def _norm_of(self, heads: int, axis: str) -> RMSNorm | None:
+    def _qk_norm(self, heads: int, axis: str) -> RMSNorm | None:
         norm, H = self.config.qk_norm, self.config.head_dim
         if norm is None:
             return None
-        dim, axis = (H, "head_dim") if norm.of == "head" else (heads * H, axis)
+        dim, axis = (H, "head_dim") if norm.over == "head" else (heads * H, axis)
         return RMSNorm(dim, norm.eps, self.numerics, offset=norm.offset, axis=axis)
 
 
-def _normed(x: Float[Array, "T N H"], norm: RMSNorm | None) -> jax.Array:
+def _apply_norm(x: Float[Array, "T N H"], norm: RMSNorm | None) -> jax.Array:
     if norm is None:
         return x
     return norm(x.reshape(-1, norm.weight[...].shape[0])).reshape(x.shape)
 
 
 def alibi_slopes(num_heads: int) -> np.ndarray:
-    """ALiBi's slope of each head, float32 [N] (arXiv:2108.12409): 2^(-8/n), 2^(-16/n), ... for the
-    largest power of two n up to N; heads beyond it take every other slope of 2n heads."""
+    """Return ALiBi's slope for each head, float32 [N] (arXiv:2108.12409).
+
+    The slopes are 2^(-8/n), 2^(-16/n), ... for the largest power of two n up to N; the heads beyond
+    n take every other slope of 2n heads.
+    """
     n = 2 ** int(math.log2(num_heads))
     slopes = 2.0 ** (-8.0 / n * np.arange(1, n + 1))
     between = 2.0 ** (-4.0 / n * np.arange(1, 2 * (num_heads - n) + 1, 2))

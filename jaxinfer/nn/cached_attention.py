@@ -1,4 +1,4 @@
-"""What attention does with its rows' cache, whole on one device or split over several."""
+"""Attention over the paged cache, which is whole on one device or split over several."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def attend_to_cache(
     *,
     rotary: Rotary | None = None,
 ) -> tuple[Float[Array, "T N values"], KVPages]:
-    """Rotate queries and keys to their positions, store keys and values in their pages, attend over
-    each row's pages; no `v` where `variant` takes values from the keys."""
+    """Apply RoPE to queries and keys, store keys and values in their pages, and attend over each
+    row's pages. `v` is None if `variant` takes values from the keys."""
     new = NewTokens(k, v, batch.write_page, batch.write_offset)
     backend = numerics.attention_backend
     if numerics.layout.axes("cell"):

@@ -1,4 +1,7 @@
-"""Checks of the numbers in a configuration: a sentence on each that is wrong, all told at once."""
+"""Checks of the numbers in a configuration.
+
+Each check returns one sentence for each number that is wrong, so that an error names all of them.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 
-def not_whole(numbers: Mapping[str, Any], least: Mapping[str, int] | None = None) -> list[str]:
-    """On those that are no whole number of at least 1, or of what `least` says."""
+def whole_number_errors(
+    numbers: Mapping[str, Any], least: Mapping[str, int] | None = None
+) -> list[str]:
+    """Describe numbers that are not integers of at least 1, or of at least `least[name]`."""
     least = least or {}
     return [
         f"{name} is {value!r}; it must be a whole number of at least {least.get(name, 1)}"
@@ -18,8 +23,8 @@ def not_whole(numbers: Mapping[str, Any], least: Mapping[str, int] | None = None
     ]
 
 
-def not_positive(numbers: Mapping[str, Any]) -> list[str]:
-    """On those that are no finite number above 0."""
+def positive_errors(numbers: Mapping[str, Any]) -> list[str]:
+    """Describe numbers that are not finite and above 0."""
     return [
         f"{name} is {value!r}; it must be a number above 0, and finite"
         for name, value in numbers.items()
@@ -31,15 +36,15 @@ def _is_real(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def wrong_epsilon(name: str, value: Any) -> list[str]:
-    """On a norm's epsilon."""
+def epsilon_errors(name: str, value: Any) -> list[str]:
+    """Describe an epsilon of a norm that is not between 0 and 1."""
     if _is_real(value) and 0 < value < 1:
         return []
     return [f"{name} is {value!r}; it must be a number between 0 and 1"]
 
 
-def wrong_rope_dims(dims: Iterable[int], head_dim: int) -> list[str]:
-    """On numbers of dimensions that cannot be turned in pairs."""
+def rope_dim_errors(dims: Iterable[int], head_dim: int) -> list[str]:
+    """Describe RoPE dimensions that cannot be rotated in pairs."""
     return [
         f"rope.dim is {dim}; it must be even, from 2 to head_dim {head_dim}"
         for dim in dims
@@ -47,13 +52,13 @@ def wrong_rope_dims(dims: Iterable[int], head_dim: int) -> list[str]:
     ]
 
 
-def whole_fields(config: Any) -> dict[str, Any]:
-    """The fields of a dataclass that are annotated as `int`, by name."""
+def int_fields(config: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass that are annotated as `int`, by name."""
     fields = dataclasses.fields(config)
     return {field.name: getattr(config, field.name) for field in fields if field.type == "int"}
 
 
-def refuse_wrong(what: str, wrong: Iterable[str]) -> None:
-    """`ValueError` of all sentences, where there are any."""
-    if sentences := "; ".join(wrong):
-        raise ValueError(f"{what} does not hold together: {sentences}")
+def raise_errors(what: str, errors: Iterable[str]) -> None:
+    """Raise `ValueError` with all sentences, if there are any."""
+    if sentences := "; ".join(errors):
+        raise ValueError(f"{what} is invalid: {sentences}")

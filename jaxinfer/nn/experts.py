@@ -1,16 +1,17 @@
-"""A mixture of experts: a router, the experts' gated feed-forward layers, and experts for all.
+"""A mixture of experts: a router, the experts' gated feed-forward layers, and shared experts.
 
-Each token is sent to `per_token` of the experts, and none is ever dropped (no capacity, other than
-Switch Transformers, arXiv:2101.03961). Tokens are sorted by expert, so that each product is one
-ragged product of all experts (`kernels/grouped_matmul`), whose cost follows the tokens.
+Each token is sent to `per_token` of the experts, and no token is ever dropped (there is no capacity
+limit, unlike in Switch Transformers, arXiv:2101.03961). Tokens are sorted by expert, so that each
+product is one ragged product over all experts (`kernels/grouped_matmul`), whose cost is
+proportional to the number of tokens.
 
-On a mesh, experts are split over `expert` and each one's hidden units over `tensor`. How tokens and
-experts meet, and what that costs, is in `sharding/experts.py`; which of its two forms a step takes
-follows from its number of tokens. A layer's collectives:
+On a mesh, experts are split over `expert` and each expert's hidden units over `tensor`.
+`sharding/experts.py` describes the two ways in which tokens reach their experts, and their costs;
+the number of tokens in a step decides which one it takes. The collectives of a layer:
 
-    kept   1 all-reduce over both axes, in which compilers include that of shared experts
+    kept   1 all-reduce over both axes, with which compilers merge that of shared experts
     sent   1 all-gather of counts, 2 all-to-all, 1 all-reduce over `tensor`, 1 all-gather; and 1
-           all-reduce of shared experts, which no other waits for
+           all-reduce of shared experts, which is independent of the others
 """
 
 from __future__ import annotations
@@ -25,30 +26,31 @@ from jaxtyping import Array, Float, Int
 
 from jaxinfer.kernels.gated_mlp.activations import ACTIVATIONS
 from jaxinfer.kernels.grouped_matmul import grouped_matmul
-from jaxinfer.nn.checks import not_positive, not_whole, refuse_wrong, whole_fields
+from jaxinfer.nn.checks import int_fields, positive_errors, raise_errors, whole_number_errors
 from jaxinfer.nn.layers import FLOAT32, GatedMLP, Numerics, parameter, project
 from jaxinfer.sharding.collectives import all_gather, own_part, rank
 from jaxinfer.sharding.experts import Rows, give_back, is_sent, keep, put_back, send
 from jaxinfer.sharding.products import summed
 
-# Published layers have up to 512 (Switch Transformers: 2,048); files keep a tensor of each.
+# Published layers have up to 512 (Switch Transformers: 2,048); files may have a tensor for each.
 MAX_EXPERTS = 4_096
-TINY = 1e-20  # what DeepSeek-V3 adds to a sum that it divides by; lost beside a sum of softmax
+TINY = 1e-20  # DeepSeek-V3 adds it to the sum it divides by; no effect on a sum of softmax
 
 
 @dataclasses.dataclass(frozen=True)
 class RouterConfig:
     """How a token's experts are chosen and weighted.
 
-    Scores are the softmax or the sigmoid of the router's logits. Chosen are the `per_token` largest
-    scores (plus the selection bias, where there is one: it chooses, and does not weigh). With
-    several groups only the experts of the best `groups_per_token` of them can be chosen; a group is
-    as good as its best expert, or as its two best together. Weights are the scores themselves,
+    The scores are the softmax or the sigmoid of the router's logits. The `per_token` experts with
+    the largest scores are chosen; a selection bias is added for the choice, but not to the weights.
+    With several groups, only experts in the best `groups_per_token` groups can be chosen; a group's
+    score is that of its best expert, or the sum of its two best. The weights are the scores,
     divided by their sum if `renormalize`, times `scale`.
 
-    The names it goes by elsewhere: Mixtral, gpt-oss: softmax, renormalized (a softmax over the
-    chosen logits is the same). DeepSeek-V2: softmax; "group_limited_greedy": groups by "best".
-    DeepSeek-V3, "noaux_tc": sigmoid, selection bias, groups by "best_two" (arXiv:2412.19437).
+    Published routers in these terms: Mixtral and gpt-oss use softmax, renormalized (which equals a
+    softmax over the chosen logits). DeepSeek-V2 uses softmax; its "group_limited_greedy" scores
+    groups by "best". DeepSeek-V3's "noaux_tc" uses sigmoid, a selection bias, and groups by
+    "best_two" (arXiv:2412.19437).
     """
 
     num_experts: int
@@ -64,9 +66,9 @@ class RouterConfig:
 
     def __post_init__(self):
         E, G = self.num_experts, self.num_groups
-        wrong = not_whole(whole_fields(self)) + not_positive({"scale": self.scale})
+        wrong = whole_number_errors(int_fields(self)) + positive_errors({"scale": self.scale})
         if not wrong and E > MAX_EXPERTS:
-            wrong.append(f"num_experts is {E:,}; this build has up to {MAX_EXPERTS:,}")
+            wrong.append(f"num_experts is {E:,}; the limit is {MAX_EXPERTS:,}")
         if not wrong:
             if E % G or (self.group_score == "best_two" and G > 1 and E // G < 2):
                 wrong.append(f"{E} experts do not make {G} groups of {self.group_score!r}")
@@ -75,11 +77,11 @@ class RouterConfig:
             available = self.groups_per_token * (E // G)
             if self.per_token > available:
                 wrong.append(f"per_token is {self.per_token}; a token can choose of {available}")
-        refuse_wrong("the router's configuration", wrong)
+        raise_errors("the router's configuration", wrong)
 
 
 class Routes(NamedTuple):
-    """The experts of each token, the best first, and what their outputs are multiplied with."""
+    """The experts of each token, the best first, and the weights of their outputs."""
 
     experts: Int[Array, "T k"]
     weights: Float[Array, "T k"]
@@ -90,8 +92,10 @@ def route(
     config: RouterConfig,
     selection_bias: Float[Array, " E"] | None = None,
 ) -> Routes:
-    """Choose and weigh, in float32; the rule is in `RouterConfig`. Of equal scores the expert with
-    the lower number comes first."""
+    """Choose and weight the experts of each token, in float32, as `RouterConfig` says.
+
+    Between equal scores the expert with the lower index comes first.
+    """
     logits = logits.astype(jnp.float32)
     scores = jax.nn.softmax(logits) if config.score == "softmax" else jax.nn.sigmoid(logits)
     choice = scores if selection_bias is None else scores + selection_bias.astype(jnp.float32)
@@ -108,16 +112,16 @@ def _is_in_best_groups(choice: jax.Array, config: RouterConfig) -> jax.Array:
     T, E = choice.shape
     G = config.num_groups
     num_best = 2 if config.group_score == "best_two" else 1
-    of_group = jax.lax.top_k(choice.reshape(T, G, E // G), num_best)[0].sum(axis=-1)
-    best = jax.lax.top_k(of_group, config.groups_per_token)[1]
+    group_scores = jax.lax.top_k(choice.reshape(T, G, E // G), num_best)[0].sum(axis=-1)
+    best = jax.lax.top_k(group_scores, config.groups_per_token)[1]
     is_best = (best[:, :, None] == jnp.arange(G)).any(axis=1)
     return jnp.repeat(is_best, E // G, axis=1)
 
 
 @dataclasses.dataclass(frozen=True)
 class ClampedSwiGLU:
-    """gpt-oss's `gate * sigmoid(alpha * gate) * (up + 1)`, with gate at most `limit` and up between
-    `-limit` and `limit`."""
+    """gpt-oss's `gate * sigmoid(alpha * gate) * (up + 1)`; gate is clamped to at most `limit`, and
+    up to the range from `-limit` to `limit`."""
 
     alpha: float
     limit: float
@@ -130,9 +134,12 @@ class ClampedSwiGLU:
 
 @dataclasses.dataclass(frozen=True)
 class ExpertsConfig:
-    """A layer's router and experts. `ffn_dim` is each expert's; `shared_ffn_dim` that of the
-    experts every token goes through (several of them are one wide one), None: there are none.
-    `has_shared_gate` multiplies theirs with `sigmoid(x @ shared_gate)` (Qwen2-MoE)."""
+    """A layer's router and experts.
+
+    `ffn_dim` is the width of each expert. `shared_ffn_dim` is the width of the shared experts,
+    which every token passes through (several are computed as one wide one); None: there are none.
+    `has_shared_gate` multiplies their output by `sigmoid(x @ shared_gate)` (Qwen2-MoE).
+    """
 
     router: RouterConfig
     ffn_dim: int
@@ -145,11 +152,11 @@ class ExpertsConfig:
         whole = {"ffn_dim": self.ffn_dim, "shared_ffn_dim": self.shared_ffn_dim}
         if self.shared_ffn_dim is None:
             del whole["shared_ffn_dim"]
-        refuse_wrong("the experts' configuration", not_whole(whole))
+        raise_errors("the experts' configuration", whole_number_errors(whole))
 
 
 class Experts(nnx.Module):
-    """`sum_k weight_k * expert_k(x)`, plus what the shared experts make of x.
+    """`sum_k weight_k * expert_k(x)`, plus the output of the shared experts.
 
     An expert is `(act(x @ gate) * (x @ up)) @ down` (GLU variants, arXiv:2002.05202). Parameters:
     `router` [D, E], `gate` and `up` [E, D, F], `down` [E, F, D]; their biases `router_bias` [E],
@@ -166,20 +173,20 @@ class Experts(nnx.Module):
         self.hidden_over = self.layout.axes("expert_ffn")
         in_axes = ("experts", "model", "expert_ffn")
         out_axes = ("experts", "expert_ffn", "model")
-        wide = dataclasses.replace(numerics, dtype=FLOAT32)
-        given = lambda is_there, *what: parameter(*what) if is_there else None
+        float32 = dataclasses.replace(numerics, dtype=FLOAT32)
+        optional = lambda exists, *args: parameter(*args) if exists else None
         self.router = parameter((D, E), ("model", "choices"), numerics)
-        self.router_bias = given(router.has_bias, (E,), ("choices",), numerics)
-        # float32: DeepSeek-V3's scores differ by less than bfloat16's step at the bias's size.
-        self.selection_bias = given(router.has_selection_bias, (E,), ("choices",), wide)
+        self.router_bias = optional(router.has_bias, (E,), ("choices",), numerics)
+        # float32: DeepSeek-V3's scores differ by less than bfloat16's precision at the bias's size.
+        self.selection_bias = optional(router.has_selection_bias, (E,), ("choices",), float32)
         self.gate = parameter((E, D, F), in_axes, numerics, packs="matrix")
         self.up = parameter((E, D, F), in_axes, numerics, packs="matrix")
         self.down = parameter((E, F, D), out_axes, numerics, packs="matrix")
-        self.gate_bias = given(config.bias, (E, F), in_axes[::2], numerics)
-        self.up_bias = given(config.bias, (E, F), in_axes[::2], numerics)
-        self.down_bias = given(config.bias, (E, D), out_axes[::2], numerics)
+        self.gate_bias = optional(config.bias, (E, F), in_axes[::2], numerics)
+        self.up_bias = optional(config.bias, (E, F), in_axes[::2], numerics)
+        self.down_bias = optional(config.bias, (E, D), out_axes[::2], numerics)
         self.shared = self._shared(D, numerics)
-        self.shared_gate = given(config.has_shared_gate, (D, 1), ("model", "one"), numerics)
+        self.shared_gate = optional(config.has_shared_gate, (D, 1), ("model", "one"), numerics)
 
     def _shared(self, dim: int, numerics: Numerics) -> GatedMLP | None:
         ffn_dim, activation = self.config.shared_ffn_dim, self.config.activation
@@ -199,7 +206,7 @@ class Experts(nnx.Module):
         return (routed + shared).astype(x.dtype)
 
     def routes(self, x: Float[Array, "T D"]) -> Routes:
-        """Each token's experts and their weights."""
+        """Return each token's experts and their weights."""
         logits = project(x, self.router[...], accumulate=jnp.float32)
         if self.router_bias is not None:
             logits = logits + self.router_bias[...].astype(jnp.float32)
@@ -207,12 +214,12 @@ class Experts(nnx.Module):
         return route(logits, self.config.router, bias)
 
     def _routed(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        """float32, of numbers in x's type once they have gone over links."""
+        """Return the routed experts' output, float32; sums over devices are made in x's dtype."""
         if self._is_sent(x):
-            return self._by_sending(x)
+            return self._send_and_compute(x)
         router, routes = self.config.router, self.routes(x)
         rows, order = keep(x, routes.experts, router.num_experts, self.split_over)
-        out = put_back(self._computed(rows), order, router.per_token)
+        out = put_back(self._run_experts(rows), order, router.per_token)
         out, summed_over = _weighted(out, routes), self.split_over + self.hidden_over
         if not summed_over:
             return out
@@ -222,30 +229,34 @@ class Experts(nnx.Module):
         e, t = self.layout.parts("experts"), self.layout.parts("expert_ffn")
         return is_sent(len(x), self.config.router.per_token, e, t, x.nbytes // len(x))
 
-    def _by_sending(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        """Each device routes its share of the tokens, the last shares padded."""
+    def _send_and_compute(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        """Return `_routed(x)` by all-to-all; each device routes its share of the padded tokens."""
         router, axes = self.config.router, self.split_over
         T, e = len(x), self.layout.parts("experts")
         x = own_part(jnp.pad(x, ((0, -T % e), (0, 0))), axes, e, dim=0)
         routes = self.routes(x)
         rows, way = send(x, routes.experts, router.num_experts, axes)
-        out = give_back(self._computed(rows).astype(x.dtype), way, router.per_token, axes)
+        out = give_back(self._run_experts(rows).astype(x.dtype), way, router.per_token, axes)
         out = summed(_weighted(out, routes).astype(x.dtype), self.layout, self.hidden_over)
         return all_gather(out, axes, dim=0)[:T].astype(jnp.float32)
 
-    def _computed(self, rows: Rows) -> Float[Array, "rows D"]:
-        """What the experts held here make of their rows, float32; zero behind these. Of hidden
-        units that are split, this device's part of the sum."""
+    def _run_experts(self, rows: Rows) -> Float[Array, "rows D"]:
+        """Return the output of this device's experts for their rows, float32, and zeros after them.
+
+        If hidden units are split, it is this device's part of the sum.
+        """
         x, sizes = rows
         place = jnp.arange(len(x), dtype=jnp.int32)[:, None]
-        expert = (jnp.cumsum(sizes) <= place).sum(axis=1, dtype=jnp.int32)  # of each row
+        expert = (jnp.cumsum(sizes) <= place).sum(axis=1, dtype=jnp.int32)  # the expert of each row
         product = lambda x, weight: grouped_matmul(x, weight[...], sizes).astype(jnp.float32)
         gate = product(x, self.gate) + _bias(self.gate_bias, expert)
         up = product(x, self.up) + _bias(self.up_bias, expert)
         down = product(self._activated(gate, up).astype(x.dtype), self.down)
         bias = _bias(self.down_bias, expert)
         if self.hidden_over and self.down_bias is not None:
-            bias = jnp.where(rank(self.hidden_over) == 0, bias, 0)  # once, not once a part
+            bias = jnp.where(
+                rank(self.hidden_over) == 0, bias, 0
+            )  # added once, not once per device
         return down + bias
 
     def _activated(self, gate: jax.Array, up: jax.Array) -> jax.Array:
@@ -256,7 +267,7 @@ class Experts(nnx.Module):
 
 
 def _bias(bias: nnx.Param | None, expert: Int[Array, " rows"]) -> jax.Array | float:
-    """Of each row, float32; 0 behind the experts' rows."""
+    """Return the bias of each row's expert, float32; 0 after the experts' rows."""
     if bias is None:
         return 0.0
     return bias[...].astype(jnp.float32).at[expert].get(mode="fill", fill_value=0)

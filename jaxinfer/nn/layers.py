@@ -1,9 +1,9 @@
-"""Layers: parameters, products, norms. None knows a platform, a phase or a training switch.
+"""Layers: parameters, products, norms and MLPs.
 
 A parameter states its dimensions and their logical axes once (`parameter(dims, axes)`); sharding,
-loading and quantization derive from that. A weight is stored as the matrix of its product, inputs
-first: `[D, F]` for `x @ w`, `[D, N * H]` where the output is N heads. As [D, N, H] it would lie in
-other tiles on a TPU, and be copied into that matrix at every step.
+loading and quantization follow from them. A weight is stored as the matrix of its product, inputs
+first: `[D, F]` for `x @ w`, `[D, N * H]` where the output is N heads. An array [D, N, H] has
+another tiling on a TPU, and would be copied into that matrix at every step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jaxinfer.nn.quantized import (
     QuantWeight,
     gated_mlp_quantized,
     project_quantized,
-    scaled_over_parts,
+    with_whole_token_scale,
 )
 from jaxinfer.sharding.collectives import all_sum, rank
 from jaxinfer.sharding.products import exact_sum, sum_of_products
@@ -41,10 +41,13 @@ Packs = Literal["matrix", "table"]
 
 @dataclasses.dataclass(frozen=True)
 class Numerics:
-    """How a model computes: the type of weights and activations, whether bits may depend on the
-    batch, the attention backend where one is forced by name, and how its arrays lie on a mesh: a
-    module built with a layout computes with one device's parts, inside `shard_map`. Norms, softmax
-    and logits are float32 whatever `dtype` says."""
+    """How a model computes.
+
+    `dtype` is the type of weights and activations; norms, softmax and logits are float32 in any
+    case. With `batch_invariant` a token's bits do not depend on the batch. `attention_backend`
+    forces a backend by name. A module that is built with a `layout` computes with one device's
+    parts of its arrays, inside `shard_map`.
+    """
 
     dtype: np.dtype[Any] = FLOAT32
     batch_invariant: bool = False
@@ -65,12 +68,12 @@ def parameter(
     num_inputs: int | None = None,
     packs: Packs | None = None,
 ) -> nnx.Param:
-    """A parameter of zeros: models are built abstractly and filled by the loader. Of one that the
-    layout splits, this is one device's part, and `dims` too.
+    """Return a parameter of zeros: models are built abstractly and filled by the loader.
 
-    With `num_inputs` it is stored as a matrix, the first so many of its `dims` by the others.
-    `packs` says that a `QuantArray` [*E, inputs, outputs] may stand in the array's place, and how
-    the array itself lies: "matrix" [*E, inputs, outputs], "table" [outputs, inputs].
+    If the layout splits the parameter, its array and its `dims` are one device's part. With
+    `num_inputs` it is stored as a matrix: the first `num_inputs` of its `dims` by the others.
+    `packs` says that a `QuantArray` [*E, inputs, outputs] may replace the array, and how the array
+    itself is stored: "matrix" is [*E, inputs, outputs], "table" is [outputs, inputs].
     """
     assert len(dims) == len(axes), (dims, axes)
     shape = dims = numerics.layout.local(dims, axes)
@@ -86,10 +89,10 @@ def project(
     is_transposed=False,
     accumulate=None,
 ) -> Float[Array, "T outputs"]:
-    """`x @ weight`, [inputs, outputs]: the one product of the models.
+    """Return `x @ weight`, where weight is [inputs, outputs].
 
     With `is_transposed` an array is [outputs, inputs]; a quantized weight is [inputs, outputs] in
-    any case. The result has x's dtype, or `accumulate`.
+    any case. The result has x's dtype, or `accumulate` if it is given.
     """
     if isinstance(weight, QuantArray | QuantWeight):
         return project_quantized(x, weight, out_dtype=accumulate or x.dtype)
@@ -108,11 +111,13 @@ def project(
 
 
 class Linear(nnx.Module):
-    """`x @ weight + bias`, `x [T, *inputs]` to `[T, *outputs]`; `dims` are inputs, then outputs.
+    """`x @ weight + bias`, from [T, *inputs] to [T, *outputs]; `dims` are inputs, then outputs.
 
-    Where the layout splits inputs, every device's product is a part of a sum, which is made here:
-    of attention's last product and the MLP's, the two sums of a layer (Megatron-LM,
-    arXiv:1909.08053, section 3). What has split outputs stays split."""
+    Where the layout splits the inputs, each device's product is a part of a sum, and `__call__`
+    returns the sum over the devices. Attention's output projection and the MLP's down projection
+    are such products, the two all-reduces of a layer (Megatron-LM, arXiv:1909.08053, section 3).
+    Split outputs stay split.
+    """
 
     def __init__(
         self,
@@ -135,8 +140,8 @@ class Linear(nnx.Module):
         T = x.shape[0]
         product = functools.partial(project, accumulate=accumulate)
         x, weight, layout = x.reshape(T, -1), self.weight[...], self.layout
-        scaled = scaled_over_parts(x, weight, self.summed_over)
-        if scaled is not weight:  # parts of the tokens would not have their scales alone
+        scaled = with_whole_token_scale(x, weight, self.summed_over)
+        if scaled is not weight:  # an overlap takes parts of the tokens, the scales all
             layout = dataclasses.replace(layout, overlaps=False)
         out = sum_of_products(product, x, scaled, layout, self.summed_over)
         out = out.reshape(T, *self.outputs)
@@ -146,8 +151,8 @@ class Linear(nnx.Module):
 class RMSNorm(nnx.Module):
     """`x / sqrt(mean(x^2) + eps) * (offset + weight)` (arXiv:1910.07467), computed in float32.
 
-    `__call__` multiplies the result by `scale`, rounded before and after, as Granite scales what a
-    layer adds to the residual stream.
+    `__call__` multiplies the rounded result by `scale`, as a post-norm whose output enters the
+    residual stream times a constant.
     """
 
     def __init__(
@@ -169,14 +174,14 @@ class RMSNorm(nnx.Module):
         self.weight = parameter((dim,), (axis,), numerics)
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        normed = self._of_parts(x) if self.split_over else self.add_norm(x, None)[0]
+        normed = self._norm_of_split(x) if self.split_over else self.add_norm(x, None)[0]
         return normed if self.scale == 1 else normed * self.scale
 
-    def _of_parts(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        """Of vectors that the layout splits: the mean is over all parts."""
+    def _norm_of_split(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        """Return the norm of vectors that the layout splits; the mean is over all parts."""
         wide = x.astype(jnp.float32)
-        own = (wide * wide).sum(axis=-1, keepdims=True)
-        total = exact_sum(own, self.split_over, in_order=self.sums_in_order)
+        part = (wide * wide).sum(axis=-1, keepdims=True)
+        total = exact_sum(part, self.split_over, in_order=self.sums_in_order)
         normed = wide * jax.lax.rsqrt(total / self.dim + self.eps)
         return (normed * (self.offset + self.weight[...].astype(jnp.float32))).astype(x.dtype)
 
@@ -214,7 +219,7 @@ class LayerNorm(nnx.Module):
 
 
 class NoNorm(nnx.Module):
-    """Stands where a block has no norm: the same calls, with the input times `scale` for a norm."""
+    """Takes the place of a norm that a block lacks; `__call__` returns its input times `scale`."""
 
     def __init__(self, scale: float = 1.0):
         self.scale = scale
@@ -231,8 +236,10 @@ class NoNorm(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """Token vectors [V, D]; `logits` is the tied head. Quantized they are a `QuantArray` [D, V],
-    the matrix of that product."""
+    """The table of token vectors [V, D]; `logits` is the tied head.
+
+    A quantized table is a `QuantArray` [D, V], the matrix of the head's product.
+    """
 
     def __init__(self, vocab_size: int, dim: int, numerics: Numerics):
         self.dtype = numerics.dtype
@@ -240,14 +247,17 @@ class Embedding(nnx.Module):
         self.weight = parameter((vocab_size, dim), ("vocab", "model"), numerics, packs="table")
 
     def __call__(self, token_ids: jax.Array) -> jax.Array:
-        """Of a split table, each device looks up the tokens that it holds, and all are added."""
+        """Return the tokens' vectors [T, D].
+
+        With a split table each device looks up the tokens of its part, and the results are added.
+        """
         if not self.split_over:
             return self._rows(token_ids)
         weight = self.weight[...]
-        held = weight.num_columns if isinstance(weight, QuantArray) else weight.shape[0]
-        index = token_ids - rank(self.split_over) * jnp.int32(held)
-        is_held = (index >= 0) & (index < held)
-        rows = jnp.where(is_held[:, None], self._rows(jnp.where(is_held, index, 0)), 0)
+        num_local = weight.num_columns if isinstance(weight, QuantArray) else weight.shape[0]
+        index = token_ids - rank(self.split_over) * jnp.int32(num_local)
+        is_local = (index >= 0) & (index < num_local)
+        rows = jnp.where(is_local[:, None], self._rows(jnp.where(is_local, index, 0)), 0)
         return all_sum(rows, self.split_over)
 
     def _rows(self, token_ids: jax.Array) -> jax.Array:

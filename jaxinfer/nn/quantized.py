@@ -1,8 +1,8 @@
-"""Products with quantized weights, where more belongs to one than its `QuantArray`.
+"""Products with quantized weights that need more than a `QuantArray`.
 
-A `QuantArray` in a parameter's place is multiplied as it is, x floating. A `QuantWeight` is one
-whose product takes x in another order or quantized: int8 or float8 weights with activations of the
-same type ("W8A8"), and weights that were quantized in the order of their activations' size.
+A `QuantArray` in a parameter's place is multiplied with floating-point x. A `QuantWeight` takes x
+in another order or quantized: int8 or float8 weights with activations of the same type ("W8A8"),
+and weights that were quantized in the order of their activations' size (GPTQ's `desc_act`).
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ from jaxinfer.sharding.collectives import Axes, all_max
 )
 @dataclasses.dataclass(frozen=True)
 class QuantWeight:
-    """`weight` [D, F], whose row d multiplies x's number `order[d]` (None: number d).
+    """A weight [D, F] whose row d multiplies `x[order[d]]` (without `order`, `x[d]`).
 
-    `activation_dtype` (None: x stays as it is) quantizes x token by token, or by `x_scale` where
-    that is given.
+    With `activation_dtype`, x is quantized token by token, or by `x_scale` if it is given.
     """
 
     weight: QuantArray
@@ -40,7 +39,7 @@ class QuantWeight:
     activation_dtype: Any = None
 
     def __getitem__(self, index: Any) -> QuantWeight:
-        """`[...]`: itself, as of an array."""
+        """Index every array; `[...]` returns an equal value, as it does for an array."""
         return jax.tree.map(lambda a: a[index], self)
 
     @property
@@ -52,14 +51,17 @@ class QuantWeight:
 @partial(jax.tree_util.register_dataclass, data_fields=["gate", "up"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class QuantPair:
-    """Gate and up, each for its own product. As one array [2, D, F] each was copied out of it at
-    every step before a kernel of a GPU could read it (compiled for an H100)."""
+    """Gate and up as separate weights.
+
+    As one array [2, D, F], each half was copied at every step before a GPU kernel could read it
+    (compiled for an H100).
+    """
 
     gate: QuantWeight
     up: QuantWeight
 
     def __getitem__(self, index: Any) -> QuantPair:
-        """`[...]`: itself, as of an array."""
+        """Index every array; `[...]` returns an equal value, as it does for an array."""
         return jax.tree.map(lambda a: a[index], self)
 
     @property
@@ -67,14 +69,14 @@ class QuantPair:
         return self.gate.nbytes + self.up.nbytes
 
 
-# What may stand in a parameter's place.
+# Types that may replace a parameter's array.
 Quantized = QuantArray | QuantWeight | QuantPair
 
 
 def project_quantized(
     x: Float[Array, "T D"], weight: QuantArray | QuantWeight, *, out_dtype: Any
 ) -> Float[Array, "T F"]:
-    """x @ weight, summed in float32."""
+    """Return `x @ weight`, summed in float32."""
     if isinstance(weight, QuantArray):
         return quantized_matmul(x, weight, out_dtype=out_dtype)
     if weight.order is not None:
@@ -88,9 +90,12 @@ def project_quantized(
     return quantized_matmul(values, weight.weight, x_scale=x_scale, out_dtype=out_dtype)
 
 
-def scaled_over_parts(x: Float[Array, "T D"], weight: Any, axes: Axes) -> Any:
-    """Where `axes` split the tokens x, and `weight` quantizes each of them: it with the scale of
-    whole tokens, so that all parts take one, as one device does. Any other weight as it is."""
+def with_whole_token_scale(x: Float[Array, "T D"], weight: Any, axes: Axes) -> Any:
+    """Return the weight with the scales of whole tokens, where `axes` split each token's numbers.
+
+    Every device then quantizes its part of a token by the same scale as one device would. A weight
+    that does not quantize x token by token is returned unchanged.
+    """
     is_by_token = isinstance(weight, QuantWeight) and weight.x_scale is None
     if not axes or not is_by_token or weight.activation_dtype is None:
         return weight
@@ -105,8 +110,10 @@ def gated_mlp_quantized(
     activation: str,
     bias: Float[Array, "two F"] | None,
 ) -> Float[Array, "T F"]:
-    """`act(x @ gate) * (x @ up)` in x's dtype: two products, as the kernel for both takes x as it
-    is (`kernels/gated_mlp`)."""
+    """Return `act(x @ gate) * (x @ up)` in x's dtype, by two products.
+
+    The fused kernel (`kernels/gated_mlp`) does not quantize x.
+    """
     product = lambda weight: project_quantized(x, weight, out_dtype=jnp.float32)
     gate, up = product(gate_up.gate), product(gate_up.up)
     if bias is not None:

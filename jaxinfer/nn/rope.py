@@ -1,12 +1,12 @@
 """Rotary position embedding (RoFormer, arXiv:2104.09864) and its context-extending scalings.
 
-A pair (x[i], x[i + dim/2]) is turned by the angle `position * frequency[i]`, with
-`frequency[i] = theta ** (-2i / dim)` changed by a scaling. Two scalings also look at how long the
-sequence is; here a token's *rope length* is `max(prompt length, position + 1)`, the length that
-Hugging Face's `generate` has seen when it first computes that token. A family may compute a whole
-sequence anew when it passes the original length (Phi 3, `Family.restarts_at_limit`); then all of
-its tokens have at least that rope length. So a token's angles depend on its request alone, never on
-how the prompt was cut into chunks.
+RoPE rotates a pair (x[i], x[i + dim/2]) by the angle `position * frequency[i]`, where
+`frequency[i] = theta ** (-2i / dim)` is modified by a scaling. Two scalings also depend on the
+length of the sequence. A token's *rope length* is `max(prompt length, position + 1)`, which is the
+length that Hugging Face's `generate` has seen when it first computes that token. A family may
+recompute a whole sequence when it passes the original length (Phi 3, `Family.restarts_at_limit`);
+then all of its tokens have at least that rope length. A token's angles therefore depend only on its
+request, never on how the prompt was split into chunks.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxinfer.nn.checks import not_positive
+from jaxinfer.nn.checks import positive_errors
 
 
 def base_frequencies(theta: float, dim: int) -> np.ndarray:
-    """`theta ** (-2i/dim)` for i < dim/2, float32 [dim/2]."""
+    """Return `theta ** (-2i/dim)` for i < dim/2, float32 [dim/2]."""
     exponent = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
     return (1.0 / np.float32(theta) ** exponent).astype(np.float32)
 
@@ -36,20 +36,20 @@ class Unscaled:
 
     @property
     def length_limit(self) -> int | None:
-        """The rope length up to which the frequencies do not depend on it; None: never."""
+        """The rope length up to which the frequencies are constant; None: they always are."""
         return None
 
     def frequencies(self, theta: float, dim: int) -> np.ndarray:
-        """[dim/2] float32, for every rope length up to `length_limit`."""
+        """Return the frequencies [dim/2], float32, for rope lengths up to `length_limit`."""
         return base_frequencies(theta, dim)
 
     def frequencies_beyond(self, theta: float, dim: int, rope_len: jax.Array) -> jax.Array:
-        """[T, dim/2] float32 for tokens of rope lengths [T] above `length_limit`."""
+        """Return frequencies [T, dim/2], float32, for rope lengths [T] above `length_limit`."""
         raise AssertionError(f"{type(self).__name__} does not depend on the rope length")
 
 
 @dataclasses.dataclass(frozen=True)
-class Linear(Unscaled):
+class LinearScaling(Unscaled):
     """Position interpolation: every frequency divided by `factor` (arXiv:2306.15595)."""
 
     factor: float
@@ -70,15 +70,15 @@ class Divided(Unscaled):
 
 @dataclasses.dataclass(frozen=True)
 class Proportional(Unscaled):
-    """The first `share` of the frequencies divided by `factor`; the other pairs do not turn."""
+    """The first `share` of the frequencies divided by `factor`; the other pairs are not rotated."""
 
     factor: float
     share: float
 
     def frequencies(self, theta: float, dim: int) -> np.ndarray:
         frequency = base_frequencies(theta, dim) / np.float32(self.factor)
-        num_turned = int(self.share * dim // 2)
-        return np.where(np.arange(dim // 2) < num_turned, frequency, 0).astype(np.float32)
+        num_rotated = int(self.share * dim // 2)
+        return np.where(np.arange(dim // 2) < num_rotated, frequency, 0).astype(np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,8 +92,8 @@ class Llama3(Unscaled):
 
     def frequencies(self, theta: float, dim: int) -> np.ndarray:
         frequency = base_frequencies(theta, dim)
-        turns = self.original_len * frequency / (2 * math.pi)  # over the original context
-        ramp = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        rotations = self.original_len * frequency / (2 * math.pi)  # over the original context
+        ramp = (rotations - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         ramp = np.clip(ramp, 0, 1)
         return ((1 - ramp) * frequency / self.factor + ramp * frequency).astype(np.float32)
 
@@ -109,8 +109,8 @@ class Yarn(Unscaled):
     truncate: bool = True
 
     def frequencies(self, theta: float, dim: int) -> np.ndarray:
-        def dimension(num_turns: float) -> float:  # the dimension that turns so often
-            span = self.original_len / (num_turns * 2 * math.pi)
+        def dimension(num_rotations: float) -> float:  # the dimension with this number of rotations
+            span = self.original_len / (num_rotations * 2 * math.pi)
             return dim * math.log(span) / (2 * math.log(theta))
 
         low, high = dimension(self.beta_fast), dimension(self.beta_slow)
@@ -125,7 +125,7 @@ class Yarn(Unscaled):
 
 
 @dataclasses.dataclass(frozen=True)
-class Dynamic(Unscaled):
+class DynamicNtk(Unscaled):
     """Dynamic NTK: theta grows with the rope length once it passes `original_len`."""
 
     factor: float
@@ -143,7 +143,7 @@ class Dynamic(Unscaled):
 
 @dataclasses.dataclass(frozen=True)
 class LongRope(Unscaled):
-    """LongRoPE (arXiv:2402.13753): one divisor a frequency, another set past `original_len`."""
+    """LongRoPE (arXiv:2402.13753): a divisor for each frequency, others past `original_len`."""
 
     short_factor: tuple[float, ...]
     long_factor: tuple[float, ...]
@@ -163,14 +163,14 @@ class LongRope(Unscaled):
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """RoPE of a model: `theta`, the head dimensions it turns, and the scaling."""
+    """A model's RoPE: `theta`, the number of head dimensions it rotates, and the scaling."""
 
     theta: float
     dim: int
     scaling: Unscaled = Unscaled()
 
     def __post_init__(self):
-        """`ValueError` for numbers that no angle can be computed with."""
+        """Raise `ValueError` for numbers that angles cannot be computed from."""
         fields = dataclasses.fields(self.scaling)
         numbers = {"theta": self.theta} | {f.name: getattr(self.scaling, f.name) for f in fields}
         for name, value in numbers.items():
@@ -180,8 +180,10 @@ class Rope:
                 continue
             values = value if isinstance(value, tuple) else (value,)
             if isinstance(value, tuple) and len(value) != self.dim // 2:
-                raise ValueError(f"RoPE has {len(value)} of {name}; it needs {self.dim // 2}")
-            if not_positive({str(i): v for i, v in enumerate(values)}):
+                raise ValueError(
+                    f"RoPE's {name} has {len(value)} numbers; it needs {self.dim // 2}"
+                )
+            if positive_errors({str(i): v for i, v in enumerate(values)}):
                 raise ValueError(f"RoPE's {name} is {value!r}; it must be above 0 and finite")
         scaling = self.scaling
         if isinstance(scaling, Llama3) and scaling.low_freq_factor >= scaling.high_freq_factor:
@@ -189,13 +191,15 @@ class Rope:
                 f"RoPE's low_freq_factor is {scaling.low_freq_factor}; it must be below "
                 f"high_freq_factor ({scaling.high_freq_factor})"
             )
-        if isinstance(scaling, Dynamic) and self.dim <= 2:
-            raise ValueError(f"RoPE turns {self.dim} dimensions; dynamic scaling needs more than 2")
+        if isinstance(scaling, DynamicNtk) and self.dim <= 2:
+            raise ValueError(
+                f"RoPE rotates {self.dim} dimensions; dynamic scaling needs more than 2"
+            )
 
     def angles(
         self, positions: Int[Array, " T"], rope_len: Int[Array, " T"]
     ) -> tuple[Float[Array, "T half"], Float[Array, "T half"]]:
-        """Cosine and sine of every token's angles, float32, times the attention factor."""
+        """Return cosine and sine of each token's angles, float32, times the attention factor."""
         frequency = jnp.asarray(self.scaling.frequencies(self.theta, self.dim))
         limit = self.scaling.length_limit
         if limit is not None:

@@ -26,7 +26,7 @@ LONGROPE = {"type": "longrope", "factor": 2.0, "short_factor": [1.0], "long_fact
         ({"rope_theta": 0}, "theta is 0"),
         ({"rope_scaling": {"type": "linear", "factor": 0.0}}, r"factor is 0\.0"),
         ({"rope_scaling": {"type": "dynamic", "factor": -2.0}}, r"factor is -2\.0"),
-        ({"rope_scaling": LONGROPE}, "RoPE has 1 of short_factor; it needs 4"),
+        ({"rope_scaling": LONGROPE}, "RoPE's short_factor has 1 numbers; it needs 4"),
     ],
 )
 def test_a_config_that_cannot_be_computed_is_refused_before_it_is_built(tmp_path, changes, named):

@@ -10,7 +10,7 @@ import pytest
 from jaxinfer.models import GGUF_FAMILIES, HF_FAMILIES
 from jaxinfer.models.experts import GGUF_EXPERTS_ROWS
 from jaxinfer.models.family import WeightTable
-from jaxinfer.models.gguf_config import WATCHED
+from jaxinfer.models.gguf_config import WATCHED_PREFIXES
 from jaxinfer.models.gpt import GptConfig
 from jaxinfer.nn.experts import RouterConfig
 from jaxinfer.nn.rope import Rope, Yarn
@@ -130,7 +130,7 @@ def read_gguf(name: str, changes: dict[str, Any], tensors: dict[str, Any] | None
         ("deepseek_v3", {"leading_dense_block_count": -1}, "leading_dense_block_count is -1"),
         ("deepseek_v3", {"expert_gating_func": [2]}, r"expert_gating_func is \[2\]"),
         ("gpt2", {"attention.layer_norm_epsilon": "x"}, "layer_norm_epsilon is 'x'"),
-        *[("llama", {f"{part}x": 1}, rf"sets llama\.{part}x") for part in WATCHED],
+        *[("llama", {f"{part}x": 1}, rf"sets llama\.{part}x") for part in WATCHED_PREFIXES],
     ],
 )
 def test_a_gguf_key_that_cannot_be_honoured_is_named(name, changes, words):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.nn.layers import Linear, Numerics, project
-from jaxinfer.nn.rope import Dynamic, Llama3, Rope, Unscaled
+from jaxinfer.nn.rope import DynamicNtk, Llama3, Rope, Unscaled
 
 DTYPES = ["float32", "bfloat16", "float16"]
 
@@ -45,7 +45,7 @@ def test_a_weight_is_the_matrix_of_its_product(num_inputs, matrix, dtype):
     ("theta", "dim", "scaling", "named"),
     [
         (1e4, 16, Llama3(8.0, 4.0, 4.0, 64), "low_freq_factor is 4.0.*high_freq_factor"),
-        (1e4, 2, Dynamic(2.0, 64), "2 dimensions"),
+        (1e4, 2, DynamicNtk(2.0, 64), "2 dimensions"),
         (0.0, 16, Unscaled(), "theta is 0"),
     ],
 )

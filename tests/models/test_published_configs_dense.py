@@ -14,7 +14,7 @@ import pytest
 from jaxinfer.models import HF_FAMILIES
 from jaxinfer.models.functional import FunctionalModel
 from jaxinfer.nn.layers import Numerics
-from jaxinfer.nn.rope import Linear, Llama3, LongRope, Rope, Yarn
+from jaxinfer.nn.rope import LinearScaling, Llama3, LongRope, Rope, Yarn
 
 GELU = "gelu_pytorch_tanh"
 
@@ -97,9 +97,9 @@ def gemma3(**text: Any) -> dict[str, Any]:
     }
 
 
-GEMMA3_ROPES = [Rope(1e4, 256)] * 5 + [Rope(1e6, 256, Linear(8.0))]
+GEMMA3_ROPES = [Rope(1e4, 256)] * 5 + [Rope(1e6, 256, LinearScaling(8.0))]
 OF_GEMMA3 = {
-    **{"vocab_size": 262_208, "max_model_len": 131_072, "norm_eps": 1e-6, "qk_norm": "head"},
+    **{"vocab_size": 262_208, "max_len": 131_072, "norm_eps": 1e-6, "qk_norm": "head"},
     **{"windows": (1024, 1024, 1024, 1024, 1024, None)} | NO_CAPS,
 }
 PUBLISHED = {
@@ -390,7 +390,7 @@ def test_a_published_configuration_is_the_model_it_belongs_to(name):
     config = family.config_from_hf(json, {})
     assert [config.layer(i).rope for i in range(len(ropes))] == list(ropes)
     assert [config.layer(i).window for i in range(len(windows))] == list(windows)
-    stated = {"norm_eps": "rms_norm_eps", "max_model_len": "max_position_embeddings"}
+    stated = {"norm_eps": "rms_norm_eps", "max_len": "max_position_embeddings"}
     text = json.get("text_config", json)
     fields = {name: text[key] for name, key in stated.items() if key in text} | fields
     assert {name: getattr(config, name) for name in {*stated, *fields}} == fields

@@ -9,7 +9,7 @@ from jaxinfer.models import HF_FAMILIES
 from jaxinfer.models.functional import FunctionalModel
 from jaxinfer.models.gpt import GptConfig
 from jaxinfer.nn.layers import Numerics
-from jaxinfer.nn.rope import Linear, Rope
+from jaxinfer.nn.rope import LinearScaling, Rope
 
 
 def gpt2(n_layer: int, n_embd: int, n_head: int, **changes) -> dict:
@@ -212,7 +212,7 @@ def test_both_generations_of_rope_keys_mean_the_same():
         "rope_theta": 10000.0,
         "partial_rotary_factor": 0.25,
     }
-    assert read(old).rope == read(new).rope == Rope(10_000.0, 16, Linear(4.0))
+    assert read(old).rope == read(new).rope == Rope(10_000.0, 16, LinearScaling(4.0))
 
 
 @pytest.mark.parametrize(
