@@ -28,7 +28,7 @@ from typing import Any
 
 from absl import flags
 
-from jaxinfer.tools.compile_gate.matrix import Target, load_matrix, target_names
+from jaxinfer.tools.compile_gate.matrix import ChipTarget, load_matrix, target_names
 from jaxinfer.tools.compile_gate.run import ENVIRONMENT
 
 # Before a compiler is loaded, which reads them.
@@ -43,15 +43,15 @@ from jaxinfer.options import ConfigError
 from jaxinfer.sharding.mesh import MeshError
 from jaxinfer.tools.compile_gate.target import Chip
 from jaxinfer.tools.compile_gate.text import first_reason
-from jaxinfer.tools.planner.models import Named, find_model
+from jaxinfer.tools.planner.models import NamedModel, find_model
 from jaxinfer.tools.planner.options import (
-    Asked,
-    context_of,
+    PlanRequest,
     engine_config,
-    kinds_of,
-    mesh_sizes,
-    quantization,
-    target_of,
+    parse_mesh,
+    parse_quantization,
+    parse_target,
+    plan_context,
+    searched_quantizations,
 )
 from jaxinfer.tools.planner.plans import make_plan, step_program
 from jaxinfer.tools.planner.report import as_json, as_text, search_json, search_text
@@ -95,9 +95,9 @@ HELP = {
 MODULES = {"tpu": ("libtpu",), "gpu": ("jax_plugins.xla_cuda12",), "cpu": ()}
 
 
-def asked() -> Asked:
+def asked() -> PlanRequest:
     """Return what the flags ask for."""
-    return Asked(
+    return PlanRequest(
         CONFIG.value,
         MESH.value,
         QUANT.value,
@@ -109,7 +109,7 @@ def asked() -> Asked:
     )
 
 
-def need_compiler(target: Target) -> None:
+def need_compiler(target: ChipTarget) -> None:
     """Raise `ValueError`, with what to do, where the target's compiler is not installed."""
     for module in MODULES[target.platform]:
         try:
@@ -129,7 +129,7 @@ def main(argv: list[str]) -> int:
     jax.config.update("jax_enable_compilation_cache", False)
     try:
         name, target_name = check_flags(argv[1:])
-        target = target_of(target_name)
+        target = parse_target(target_name)
         matrix = load_matrix()
         if name in matrix["presets"]:  # the preset's model, and its config unless another is given
             FLAGS["config"].value = CONFIG.value or name
@@ -167,8 +167,8 @@ def check_flags(others: list[str]) -> tuple[str, str]:
         raise ValueError("--search compiles a few layers: leave out --whole and --nowhole")
     if FLAGS["compiled"].present and not SEARCH.value:
         raise ValueError("--compiled is for a --search: leave it out, or add that")
-    mesh_sizes(MESH.value)
-    quantization(QUANT.value or "none")
+    parse_mesh(MESH.value)
+    parse_quantization(QUANT.value or "none")
     if JSON.value:
         path = Path(JSON.value)
         if path.is_dir() or not path.parent.is_dir():
@@ -183,11 +183,11 @@ def refuse(why: str) -> int:
     return 2
 
 
-def run(chip: Chip, model: Named, config: EngineConfig) -> tuple[str, Any, bool]:
+def run(chip: Chip, model: NamedModel, config: EngineConfig) -> tuple[str, Any, bool]:
     """Return the text to print, the JSON to write, and whether anything fits."""
-    context = context_of(model, config, asked())
+    context = plan_context(model, config, asked())
     if SEARCH.value:
-        kinds = kinds_of(asked(), config)
+        kinds = searched_quantizations(asked(), config)
         found = search(chip, model, config, kinds, context, COMPILED.value)
         fits = any(not candidate.is_refused for candidate in found)
         return search_text(chip, model, context, found), search_json(found), fits

@@ -29,12 +29,12 @@ from jaxinfer.kernels.gated_mlp import gated_mlp
 from jaxinfer.tools.compile_gate.matrix import choose, load_target, target_names
 from jaxinfer.tools.compile_gate.target import Chip
 from jaxinfer.tools.compile_gate.text import (
-    Instruction,
-    Module,
+    HloInstruction,
+    HloModule,
     array_bytes,
     first_reason,
     launches,
-    parse,
+    parse_hlo,
 )
 
 FLAGS = flags.FLAGS
@@ -136,7 +136,7 @@ def memory_bytes(type_text: str) -> int:
     return sum(sum(array_bytes(array)) for array in found if not IN_VMEM.search(array))
 
 
-def _operands(instruction: Instruction) -> list[str]:
+def _operands(instruction: HloInstruction) -> list[str]:
     """Names, each once: a kernel is given one array in the place of those it does not read."""
     text = instruction.rest
     start = text.index("(", text.index(instruction.opcode))
@@ -148,7 +148,7 @@ def _operands(instruction: Instruction) -> list[str]:
     return list(dict.fromkeys(OPERANDS.findall(text[start:end])))
 
 
-def traffic(module: Module) -> Iterator[tuple[Instruction, int]]:
+def traffic(module: HloModule) -> Iterator[tuple[HloInstruction, int]]:
     """The entry's instructions that touch the chip's memory, and the bytes they read and write."""
     instructions = module.computations[module.entry]
     types = {instruction.name: instruction.type for instruction in instructions}
@@ -163,7 +163,7 @@ def traffic(module: Module) -> Iterator[tuple[Instruction, int]]:
 
 
 def cost_of(text: str, operator: Operator, T: int) -> Cost:
-    module = parse(text)
+    module = parse_hlo(text)
     arguments = operator.arrays(T)
     results = jax.eval_shape(lambda arrays: operator.program("reference", **arrays), arguments)
     least = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves((arguments, results)))
@@ -224,7 +224,7 @@ def show(place: str) -> None:
     for backend in ("xla", target.platform):
         text = compiled_text(Chip(target), operator, int(T), backend)
         print(f"{backend}: {cost_of(text, operator, int(T))}")
-        for instruction, amount in traffic(parse(text)):
+        for instruction, amount in traffic(parse_hlo(text)):
             print(f"  {amount / 2**20:8.2f}  {instruction.opcode:12} {instruction.type[:100]}")
 
 

@@ -25,7 +25,7 @@ from tests.support import tiny_plans
 
 # Scripts are run, not installed; tiny_plans has put their folder on the path.
 counts: Any = importlib.import_module("jaxinfer.tools.compile_gate.collectives")
-parse: Any = importlib.import_module("jaxinfer.tools.compile_gate.text").parse
+parse_hlo: Any = importlib.import_module("jaxinfer.tools.compile_gate.text").parse_hlo
 
 AXES = ("expert", "tensor")  # of 2 and n / 2 devices
 
@@ -49,7 +49,7 @@ class Found:
         results = np.asarray(program(*placed)).astype(np.float64)
         self.result = results[0]
         self.is_same = all(np.array_equal(self.result, r, equal_nan=True) for r in results)
-        self.module = parse(program.as_text())
+        self.module = parse_hlo(program.as_text())
         self.collectives = counts.collectives(self.module)
 
     @property
@@ -250,7 +250,7 @@ def layers() -> dict[str, Any]:
     }
     whole = tiny_plans.on_cpus(8, keys, config)
     T, D = 32, 96
-    found = counts.find(parse(whole.compile(T, 8).text))
+    found = counts.find_collectives(parse_hlo(whole.compile(T, 8).text))
     in_layer = lambda i: (one for one in found if f"block_{i}/" in one.op_name)
     return {
         "by_layer": [[(one.kind, one.bytes) for one in in_layer(i)] for i in range(2)],

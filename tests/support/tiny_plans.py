@@ -104,16 +104,16 @@ def chip(monkeypatch: pytest.MonkeyPatch, name: str) -> Any:
 
 def program(monkeypatch: pytest.MonkeyPatch, name: str, table: dict[str, Any], **asked: Any) -> Any:
     """A tiny model's step on such a chip."""
-    model = models.from_table("tiny", table)
+    model = models.model_from_table("tiny", table)
     asked = {"context": 128, "rows": 4, "chunk": 32} | asked
-    config = options.engine_config(model, options.Asked(**asked))
+    config = options.engine_config(model, options.PlanRequest(**asked))
     return compile_steps.StepProgram(chip(monkeypatch, name), model, config)
 
 
 def on_cpus(count: int, table: dict[str, Any], config: dict[str, Any]) -> Any:
     """A tiny model's step on so many devices of this process, which really compile it."""
     place = compile_target.Chip(compile_matrix.load_target(f"cpu:{count}"))
-    model = models.from_table("tiny", table)
+    model = models.model_from_table("tiny", table)
     return compile_steps.StepProgram(place, model, from_mapping(config))
 
 
@@ -122,8 +122,12 @@ def on_four_chips(table: dict[str, Any], limit: int) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         place = chip(patch, "v5e:2x2")
     place.target = dataclasses.replace(place.target, memory_bytes=limit)
-    model = models.from_table("tiny", table)
-    return place, model, options.engine_config(model, options.Asked(context=128, rows=4, chunk=32))
+    model = models.model_from_table("tiny", table)
+    return (
+        place,
+        model,
+        options.engine_config(model, options.PlanRequest(context=128, rows=4, chunk=32)),
+    )
 
 
 def small(step: Any, limit: int) -> Any:

@@ -20,7 +20,7 @@ load = importlib.import_module("jaxinfer.tools.load_client.load")
 record = importlib.import_module("jaxinfer.tools.load_client.record")
 workload = importlib.import_module("jaxinfer.tools.load_client.workload")
 
-Job, PromptMaker, Record = workload.Job, workload.PromptMaker, record.Record
+LoadJob, PromptMaker, Record = workload.LoadJob, workload.PromptMaker, record.Record
 
 
 def run(coroutine: Awaitable[None]) -> None:
@@ -37,7 +37,7 @@ def client_of(server: FakeServer, api: str = "completions") -> Any:
 
 async def one(client: Any, answer_in_s: float = 10.0) -> Any:
     """Send one request and close; its record."""
-    result = await load.run_load(client, [Job("a", 4, 0.0)], timeout_s=answer_in_s)
+    result = await load.run_load(client, [LoadJob("a", 4, 0.0)], timeout_s=answer_in_s)
     await client.close()
     return result.records[0]
 
@@ -60,7 +60,7 @@ def test_tokens_are_timed_as_they_come():
     async def main() -> None:
         async with FakeServer(answer) as server:
             client = client_of(server, "chat")
-            await client.send(Job("hello", 5), seen, lambda: now)
+            await client.send(LoadJob("hello", 5), seen, lambda: now)
             await client.close()
             assert seen.times == [0.5, 0.75, 1.5]  # the role alone is no token
             assert seen.gaps_s == [0.25, 0.75] and seen.ttft_s == 0.5
@@ -86,7 +86,7 @@ def test_sending_does_not_wait_for_answers():
 
         async with FakeServer(answer) as server:
             client = client_of(server)
-            jobs = [Job("a", 1, 0.002 * i) for i in range(count)]
+            jobs = [LoadJob("a", 1, 0.002 * i) for i in range(count)]
             result = await load.run_load(client, jobs, timeout_s=20)
             await client.close()
             assert len(result.answered) == count
@@ -111,7 +111,7 @@ def test_closed_clients_send_one_at_a_time_on_connections_they_keep():
 
         async with FakeServer(answer) as server:
             client = client_of(server)
-            jobs = [Job("a", 2)] * 30
+            jobs = [LoadJob("a", 2)] * 30
             await client.open(3)
             result = await load.run_load(client, jobs, timeout_s=20, clients=3)
             await client.close()
@@ -129,7 +129,7 @@ def test_a_kept_connection_that_was_closed_is_opened_again():
     async def main() -> None:
         async with FakeServer(answer) as server:
             client = client_of(server)
-            result = await load.run_load(client, [Job("a", 1)] * 5, timeout_s=20, clients=1)
+            result = await load.run_load(client, [LoadJob("a", 1)] * 5, timeout_s=20, clients=1)
             await client.close()
             assert [r.error for r in result.records] == [None] * 5
 
@@ -212,7 +212,7 @@ def test_a_timeout_cuts_the_connection():
     async def main() -> None:
         async with FakeServer(_say_nothing) as server:
             client = client_of(server)
-            result = await load.run_load(client, [Job("a", 1)] * 2, timeout_s=0.05, clients=1)
+            result = await load.run_load(client, [LoadJob("a", 1)] * 2, timeout_s=0.05, clients=1)
             assert [r.error for r in result.records] == ["timeout"] * 2
             assert server.num_connections == 2  # none with an answer still to come is used again
             await client.close()
@@ -280,8 +280,8 @@ def test_a_trace_is_sent_as_it_is_written(tmp_path):
 def test_client_processes_share_a_load():
     async def main() -> None:
         async with FakeServer(answers("x", "y")) as server:
-            target = load.Target("completions", server.url, "fake", "secret", {"top_k": 5})
-            jobs = [Job("a", 2 + i, 0.01 * i) for i in range(7)]
+            target = load.Endpoint("completions", server.url, "fake", "secret", {"top_k": 5})
+            jobs = [LoadJob("a", 2 + i, 0.01 * i) for i in range(7)]
             result = await asyncio.to_thread(
                 load.load_in_processes, target, jobs, timeout_s=10, processes=2
             )

@@ -45,9 +45,9 @@ def records_of(answer: Answer, api: str, count: int = 1, timeout_s: float = 10.0
     async def main() -> list[Any]:
         async with asyncio.timeout(30), serving(answer) as address:
             fields = {"temperature": 0.5, "user": "somebody"}
-            target = load.Target(api, address, "model", "secret", fields)
-            jobs = [workload.Job([5, 6], 7 + i, 0.0) for i in range(count)]
-            async with load.opened(target, count) as client:
+            target = load.Endpoint(api, address, "model", "secret", fields)
+            jobs = [workload.LoadJob([5, 6], 7 + i, 0.0) for i in range(count)]
+            async with load.open_client(target, count) as client:
                 return (await load.run_load(client, jobs, timeout_s=timeout_s)).records
 
     return asyncio.run(main())
@@ -105,9 +105,9 @@ def test_a_deadline_is_the_calls_own():
         async with (
             asyncio.timeout(30),
             serving(_hang) as address,
-            load.opened(load.Target("grpc", address)) as client,
+            load.open_client(load.Endpoint("grpc", address)) as client,
         ):
-            record, job = load.Record(0, 0.0), workload.Job("text", 1)
+            record, job = load.Record(0, 0.0), workload.LoadJob("text", 1)
             await load.send_one(client, job, record, lambda: 0.0, 20.0, {"deadline_s": 0.3})
             assert record.error == "DEADLINE_EXCEEDED"
 
@@ -118,7 +118,7 @@ def test_a_deadline_is_the_calls_own():
 def test_fields_that_the_message_does_not_have_are_refused(fields):
     async def main() -> None:
         with pytest.raises(workload.WorkloadError, match=next(iter(fields))):
-            load.Target("grpc", "127.0.0.1:1", fields=fields).client()
+            load.Endpoint("grpc", "127.0.0.1:1", fields=fields).client()
 
     asyncio.run(main())
 

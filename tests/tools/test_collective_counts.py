@@ -12,7 +12,7 @@ import pytest
 
 # Scripts are run, not installed; they find each other by their folder.
 counts: Any = importlib.import_module("jaxinfer.tools.compile_gate.collectives")
-parse: Any = importlib.import_module("jaxinfer.tools.compile_gate.text").parse
+parse_hlo: Any = importlib.import_module("jaxinfer.tools.compile_gate.text").parse_hlo
 Collective = counts.Collective
 
 GROUPS = "channel_id=1, replica_groups={{0,1,2,3},{4,5,6,7}}, use_global_device_ids=true"
@@ -25,7 +25,7 @@ def module(*lines: str, loop: str = "", num_devices: int = 8) -> Any:
     given."""
     turns = f"  %w = f32[8]{{0}} while(%a), condition=%test, body=%turn{loop}\n" if loop else ""
     body = "\n".join(f"  {line}" for line in lines)
-    return parse(
+    return parse_hlo(
         f"""HloModule jit_f, is_scheduled=true, num_partitions={num_devices}
 
 %add (x: f32[], y: f32[]) -> f32[] {{
@@ -90,7 +90,7 @@ ENTRY %main (a: f32[8]) -> f32[8] {{
     ],
 )
 def test_a_collective_is_read_as_xla_writes_it(line, expected):
-    [found] = counts.find(module(f"{line}, {NAME}"))
+    [found] = counts.find_collectives(module(f"{line}, {NAME}"))
     assert (found.kind, found.bytes, found.group_size, found.link_bytes) == expected
     assert (found.times, found.op_name) == (1, "jit(f)/block_1/psum")
 
@@ -119,7 +119,9 @@ HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
     ],
 )  # fmt: skip
 def test_groups_are_read_from_every_form(text, groups):
-    [found] = counts.find(module(f"%r = f32[8]{{0}} all-reduce(%a), {text}, to_apply=%add"))
+    [found] = counts.find_collectives(
+        module(f"%r = f32[8]{{0}} all-reduce(%a), {text}, to_apply=%add")
+    )
     assert (found.groups, found.group_size) == (groups, len(groups[0]))
 
 
@@ -133,7 +135,7 @@ def test_groups_are_read_from_every_form(text, groups):
 )
 def test_of_a_permutation_groups_are_the_ways_that_it_takes(pairs, groups):
     line = f"%r = f32[8]{{0}} collective-permute(%a), source_target_pairs={{{pairs}}}"
-    [found] = counts.find(module(line))
+    [found] = counts.find_collectives(module(line))
     assert found.groups == groups
 
 
@@ -194,8 +196,10 @@ def test_a_layers_collectives_are_those_that_carry_its_name():
         f"%r = f32[8]{{0}} all-reduce(%a), {GROUPS}, {NAME}",
         f"%s = f32[8]{{0}} all-reduce(%r), {GROUPS}",
     )
-    assert counts.of_layer(found, 1) == {"all-reduce": {"count": 1, "bytes": 32, "link_bytes": 48}}
-    assert counts.of_layer(found, 2) == {}
+    assert counts.layer_collectives(found, 1) == {
+        "all-reduce": {"count": 1, "bytes": 32, "link_bytes": 48}
+    }
+    assert counts.layer_collectives(found, 2) == {}
 
 
 def test_a_permute_needs_work_between_its_start_and_its_end():

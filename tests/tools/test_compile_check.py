@@ -22,12 +22,12 @@ from tests.support.paths import ROOT
 
 # Scripts are run, not installed; they find each other by their folder.
 matrix_module: Any = importlib.import_module("jaxinfer.tools.compile_gate.matrix")
-fed_child: Any = importlib.import_module("jaxinfer.tools.fed_child")
+job_process: Any = importlib.import_module("jaxinfer.tools.job_process")
 kernel_cases: Any = importlib.import_module("jaxinfer.tools.kernel_cases")
 report_module: Any = importlib.import_module("jaxinfer.tools.compile_gate.report")
 compile_run: Any = importlib.import_module("jaxinfer.tools.compile_gate.run")
-Job, load_matrix, jobs_for = (
-    matrix_module.Job,
+CompileJob, load_matrix, jobs_for = (
+    matrix_module.CompileJob,
     matrix_module.load_matrix,
     matrix_module.jobs_for,
 )
@@ -139,10 +139,10 @@ def test_a_broken_module_of_cases_is_named_and_fails_the_gate(tmp_path, monkeypa
 
 
 def test_the_steps_are_taken_first_and_then_each_child_stays_with_its_target():
-    step = lambda target: Job(target, "step", "p", {})
-    kernel = lambda target, name: Job(target, "kernel", name, {})
+    step = lambda target: CompileJob(target, "step", "p", {})
+    kernel = lambda target, name: CompileJob(target, "kernel", name, {})
     asked = [step("a"), kernel("a", "1"), kernel("a", "2"), step("b"), kernel("b", "1")]
-    left = compile_run.Jobs(asked)
+    left = compile_run.JobQueue(asked)
     assert [left.take(None), left.take(None)] == [step("a"), step("b")]
     assert left.take(step("b")) == kernel("b", "1")
     assert left.take(step("a")) == kernel("a", "1")
@@ -152,10 +152,10 @@ def test_the_steps_are_taken_first_and_then_each_child_stays_with_its_target():
 
 def test_a_gpus_limits_are_read_from_its_target():
     target = matrix_module.load_target("h100")
-    assert target.of_gpu("shared_memory_per_block_optin") == 232448
+    assert target.gpu_field("shared_memory_per_block_optin") == 232448
     assert target.device_kind == "NVIDIA H100 80GB HBM3"
     with pytest.raises(ValueError, match="has no colour"):
-        target.of_gpu("colour")
+        target.gpu_field("colour")
 
 
 def test_a_choice_is_all_none_or_known_names():
@@ -167,7 +167,7 @@ def test_a_choice_is_all_none_or_known_names():
             matrix_module.choose("targets", wrong, ["a", "b"])
 
 
-STRUCTURE = Job("h100", "structure", "s", {})
+STRUCTURE = CompileJob("h100", "structure", "s", {})
 STRUCTURE_ROW = {
     "id": STRUCTURE.id,
     "status": "compiled",
@@ -176,8 +176,8 @@ STRUCTURE_ROW = {
     "temporaries": 2**20,
     "launches": {"straight": 16, "loops": 1, "in_loops": 2},
 }
-STEP = Job("h100", "step", "p", {"model": "m", "is_whole": True})
-KERNEL = Job("h100", "kernel", "o", {"backend": "gpu", "case": "decode"})
+STEP = CompileJob("h100", "step", "p", {"model": "m", "is_whole": True})
+KERNEL = CompileJob("h100", "kernel", "o", {"backend": "gpu", "case": "decode"})
 STEP_ROW = {
     "id": STEP.id,
     "status": "compiled",
@@ -262,7 +262,7 @@ def test_budgets_are_recorded_for_steps_that_the_matrix_has():
 
 WORKER = """
 import os, sys, time
-from jaxinfer.tools.fed_child import serve
+from jaxinfer.tools.job_process import serve_jobs
 
 def handle(job, tell):
     print("to standard output")
@@ -277,7 +277,7 @@ def handle(job, tell):
         tell({{"at": i}})
     return {{"status": "compiled"}}
 
-serve(handle)
+serve_jobs(handle)
 """
 
 
@@ -291,7 +291,7 @@ def worker(tmp_path) -> Path:
 def test_a_compiler_that_crashes_or_hangs_costs_its_own_row(worker, monkeypatch):
     monkeypatch.setattr(matrix_module, "STEP_SECONDS", 1)
     names = ["fine", "crash", "again", "hang", "last"]
-    jobs = [Job(target, "step", name, {}) for target in ("h100", "v5e") for name in names]
+    jobs = [CompileJob(target, "step", name, {}) for target in ("h100", "v5e") for name in names]
     seen = []
     rows = compile_run.run_jobs(jobs, seen.append, worker)
     assert [row["id"] for row in rows] == [job.id for job in jobs]
@@ -305,20 +305,20 @@ def test_a_compiler_that_crashes_or_hangs_costs_its_own_row(worker, monkeypatch)
 def test_a_child_that_cannot_start_says_why(tmp_path):
     path = tmp_path / "worker.py"
     path.write_text("import no_such_module")
-    with fed_child.FedChild([sys.executable, path], {}) as child:
+    with job_process.JobProcess([sys.executable, path], {}) as child:
         answer = child.ask({}, 5)
     assert answer["status"] == "crashed" and "no_such_module" in answer["reason"]
 
 
 def test_a_job_has_its_time_anew_with_every_sign_of_life(worker):
     events = []
-    with fed_child.FedChild([sys.executable, worker], {}) as child:
+    with job_process.JobProcess([sys.executable, worker], {}) as child:
         assert child.ask({"name": "slow"}, 1.5, events.append) == {"status": "compiled"}
     assert [event.get("at") for event in events] == [None, 0, 1, 2, 3]
 
 
 def test_a_job_survives_the_way_to_its_child():
-    assert Job(**json.loads(json.dumps(dataclasses.asdict(KERNEL)))) == KERNEL
+    assert CompileJob(**json.loads(json.dumps(dataclasses.asdict(KERNEL)))) == KERNEL
 
 
 def check(*args: str) -> subprocess.CompletedProcess[str]:

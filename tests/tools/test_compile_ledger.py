@@ -16,7 +16,7 @@ from jaxinfer.tools.compile_gate import sources
 from jaxinfer.tools.compile_gate.gate import Gate, RunJobs
 from jaxinfer.tools.compile_gate.inputs import Inputs
 from jaxinfer.tools.compile_gate.ledger import Ledger, Row
-from jaxinfer.tools.compile_gate.matrix import Job, load_matrix
+from jaxinfer.tools.compile_gate.matrix import CompileJob, load_matrix
 from jaxinfer.tools.compile_gate.sources import SourceTree, installed_modules
 
 CODE = '''
@@ -87,11 +87,11 @@ def test_modules_that_the_hash_names_exist():
         assert name in modules, f"{name}: renamed or gone"
 
 
-KERNEL = Job("h100", "kernel", "add_norm", {"backend": "gpu", "case": "decode"})
-OTHER = Job("v5e", "kernel", "add_norm", {"backend": "tpu", "case": "decode"})
+KERNEL = CompileJob("h100", "kernel", "add_norm", {"backend": "gpu", "case": "decode"})
+OTHER = CompileJob("v5e", "kernel", "add_norm", {"backend": "tpu", "case": "decode"})
 STEP_VALUES = {"model": "llama3_8b", "is_whole": False}
-STEP = Job("h100", "step", "llama3_8b_h100", STEP_VALUES)
-STRUCTURE = Job("h100", "structure", "gpt2", {})
+STEP = CompileJob("h100", "step", "llama3_8b_h100", STEP_VALUES)
+STRUCTURE = CompileJob("h100", "structure", "gpt2", {})
 JOBS = [KERNEL, OTHER, STEP, STRUCTURE]
 VERSIONS = {"jax": "1", "jaxlib": "1", "libtpu": "1", "triton": "1"}
 
@@ -127,7 +127,7 @@ def test_inputs_are_hashed_with_data_and_compilers():
     assert changed(matrix | {"models": models}, VERSIONS) == [STEP.id]
 
 
-def row_of(job: Job, **changes: Any) -> Row:
+def row_of(job: CompileJob, **changes: Any) -> Row:
     """A row that passes."""
     count = {"straight": 1, "loops": 0, "in_loops": 0}
     row: Row = {"id": job.id, "status": "compiled", "seconds": 1.0, "job_cpu_seconds": 2.0}
@@ -140,11 +140,11 @@ def row_of(job: Job, **changes: Any) -> Row:
 class Compilers:
     """Gives rows for jobs, and remembers which it was asked for."""
 
-    def __init__(self, changes: Callable[[Job], dict[str, Any]] = lambda job: {}):
+    def __init__(self, changes: Callable[[CompileJob], dict[str, Any]] = lambda job: {}):
         self.asked: list[str] = []
         self.changes = changes
 
-    def __call__(self, jobs: Sequence[Job], on_row: Callable[[Row], None], end: float):
+    def __call__(self, jobs: Sequence[CompileJob], on_row: Callable[[Row], None], end: float):
         self.asked += [job.id for job in jobs]
         rows = [row_of(job, **self.changes(job)) for job in jobs if time.monotonic() < end]
         for row in rows:
@@ -156,7 +156,7 @@ INPUTS = {job.id: f"hash of {job.id}" for job in JOBS}
 BUDGETS = {STEP.id: {"launches": 8}}
 
 
-def ledger_of(jobs: Sequence[Job]) -> Ledger:
+def ledger_of(jobs: Sequence[CompileJob]) -> Ledger:
     ledger = Ledger()
     for job in jobs:
         ledger.record(row_of(job), INPUTS[job.id], [])
@@ -224,7 +224,9 @@ def test_ci_compiles_what_changed_and_a_sample_and_records_nothing():
 
 
 def test_the_sample_is_chosen_by_the_seed_within_the_seconds():
-    jobs = [Job("v5e", "kernel", "o", {"backend": "tpu", "case": f"{i}"}) for i in range(100)]
+    jobs = [
+        CompileJob("v5e", "kernel", "o", {"backend": "tpu", "case": f"{i}"}) for i in range(100)
+    ]
     ledger = Ledger()
     for i, job in enumerate(jobs):
         ledger.record(row_of(job, job_cpu_seconds=100.0 if i == 0 else 2.0), "", [])

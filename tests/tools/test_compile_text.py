@@ -9,7 +9,7 @@ import pytest
 
 # Scripts are run, not installed; they find each other by their folder.
 text_module: Any = importlib.import_module("jaxinfer.tools.compile_gate.text")
-Launches, parse = text_module.Launches, text_module.parse
+Launches, parse_hlo = text_module.Launches, text_module.parse_hlo
 
 MODULE = """HloModule jit_step, is_scheduled=true
 
@@ -69,12 +69,12 @@ ENTRY %main (a: f32[8], c: pred[]) -> f32[8] {
     [("", Launches(5, 1, 3)), (', backend_config={"known_trip_count":{"n":"4"}}', Launches(17))],
 )
 def test_launches_are_counted_with_loops_apart_unless_their_length_is_known(loop, expected):
-    assert text_module.launches(parse(MODULE.replace(" LOOP", loop))) == expected
+    assert text_module.launches(parse_hlo(MODULE.replace(" LOOP", loop))) == expected
 
 
 def test_a_text_without_an_entry_is_refused():
     with pytest.raises(ValueError, match="no ENTRY"):
-        parse("%f (p: f32[]) -> f32[] {\n}\n")
+        parse_hlo("%f (p: f32[]) -> f32[] {\n}\n")
 
 
 @pytest.mark.parametrize(
@@ -87,13 +87,13 @@ def test_bytes_of_a_type_are_those_of_its_arrays(text, sizes):
 
 
 def test_vmem_is_what_the_compiler_notes_beside_a_mosaic_kernel():
-    assert text_module.mosaic_vmem(parse(MODULE)) == [4096]
+    assert text_module.mosaic_vmem(parse_hlo(MODULE)) == [4096]
 
 
 def test_a_layers_kernels_are_those_that_carry_its_name():
-    [kernel] = text_module.layer_kernels(parse(MODULE), 1)
+    [kernel] = text_module.layer_kernels(parse_hlo(MODULE), 1)
     assert kernel == {"name": "f.2", "result": "f32[8]", "op": "add", "inside": {"add": 1}}
-    assert not text_module.layer_kernels(parse(MODULE), 0)
+    assert not text_module.layer_kernels(parse_hlo(MODULE), 0)
 
 
 PTXAS = """ptxas info    : 0 bytes gmem
@@ -109,8 +109,8 @@ ptxas info    : Used 32 registers, used 0 barriers
 
 def test_registers_shared_memory_and_spills_are_read_kernel_by_kernel():
     assert text_module.ptxas_resources(PTXAS) == [
-        text_module.Resources("decode", 168, 1024, 64),
-        text_module.Resources("merge", 32, 0, 0),
+        text_module.KernelResources("decode", 168, 1024, 64),
+        text_module.KernelResources("merge", 32, 0, 0),
     ]
 
 

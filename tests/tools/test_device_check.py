@@ -152,7 +152,7 @@ class Child:
 
 
 def clock(seconds: float = 1000.0) -> Any:
-    return plan.Clock(seconds, now=lambda: 0.0)
+    return plan.TimeBudget(seconds, now=lambda: 0.0)
 
 
 def rows_of(**cases: Any) -> list[dict[str, Any]]:
@@ -242,17 +242,17 @@ def test_past_its_time_nothing_is_begun_and_what_is_reserved_is_kept():
 
 
 def test_a_child_that_does_not_start_takes_no_more_than_is_left():
-    fed_child = importlib.import_module("jaxinfer.tools.fed_child")
+    job_process = importlib.import_module("jaxinfer.tools.job_process")
     command = [sys.executable, "-c", "import time; time.sleep(60)"]
-    with fed_child.FedChild(command, {}) as child:
-        answer = plan.Clock(1.5).ask(child, {"kind": "check"}, 40)
+    with job_process.JobProcess(command, {}) as child:
+        answer = plan.TimeBudget(1.5).ask(child, {"kind": "check"}, 40)
     assert answer["status"] == "timed out" and answer["reason"].startswith("it took over 1.")
 
 
 def test_headline_cases_come_first_and_the_number_stays_a_limit():
     cases = {"a": toy_case(), "b": toy_case(is_headline=True), "c": toy_case()}
-    assert list(plan.in_order(cases, "gpu")) == ["b", "a", "c"]
-    assert list(plan.in_order({"t": toy_case(backends=("tpu",)), **cases}, "gpu", 2)) == [
+    assert list(plan.headlines_first(cases, "gpu")) == ["b", "a", "c"]
+    assert list(plan.headlines_first({"t": toy_case(backends=("tpu",)), **cases}, "gpu", 2)) == [
         "b",
         "a",
     ]
@@ -315,9 +315,11 @@ def test_of_an_error_that_holds_a_traceback_the_end_is_told():
 
 
 def test_the_floors_of_llama_3_8b_are_those_of_its_shape():
-    named = engine.from_table(engine.MODEL, engine.load_matrix()["models"][engine.MODEL])
+    named = engine.model_from_table(engine.MODEL, engine.load_matrix()["models"][engine.MODEL])
     numerics = engine.numerics_for(engine.EngineConfig(dtype="bfloat16"))
-    bench = engine.Bench(engine.FunctionalModel(named.family, named.config, numerics), (), False)
+    bench = engine.EngineBench(
+        engine.FunctionalModel(named.family, named.config, numerics), (), False
+    )
     layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096
     weights = 32 * layer + 4096 * 128256 + 4096
     assert engine._read_once(bench) == 2 * weights

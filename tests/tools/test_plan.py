@@ -75,23 +75,25 @@ def test_a_target_is_a_chip_and_a_topology(name, topology, devices):
 )
 def test_a_target_that_is_none_is_answered_with_what_would_do(name, reason):
     with pytest.raises(ValueError, match=reason):
-        options.target_of(name)
+        options.parse_target(name)
 
 
 def test_a_mesh_is_read_and_a_wrong_one_answered_with_the_axes():
-    assert options.mesh_sizes("pipe=2, tensor=8") == {"pipe": 2, "tensor": 8}
-    assert options.mesh_sizes("") == {}
+    assert options.parse_mesh("pipe=2, tensor=8") == {"pipe": 2, "tensor": 8}
+    assert options.parse_mesh("") == {}
     for wrong in ("tensr=8", "tensor", "tensor=0", "tensor=two", "8", "tensor=" + "9" * 5000):
         with pytest.raises(ValueError, match="axes being data, pipe, seq, expert, tensor"):
-            options.mesh_sizes(wrong)
+            options.parse_mesh(wrong)
     with pytest.raises(ValueError, match="tensor=2 and tensor=1; name an axis once"):
-        options.mesh_sizes("tensor=2,tensor=1")
+        options.parse_mesh("tensor=2,tensor=1")
 
 
 def test_a_quantization_that_is_none_is_answered_with_those_there_are():
-    assert options.quantization("none") is None and options.quantization("int8") == "int8"
+    assert (
+        options.parse_quantization("none") is None and options.parse_quantization("int8") == "int8"
+    )
     with pytest.raises(ValueError, match="no quantization 'int3'; there are none, int8, int4"):
-        options.quantization("int3")
+        options.parse_quantization("int3")
 
 
 def test_a_model_is_one_of_the_matrix_or_a_checkpoints_configuration(tmp_path):
@@ -117,19 +119,19 @@ def test_the_last_layers_stand_for_the_others():
 
 def test_flags_change_a_preset_and_a_preset_needs_none():
     model = models.find_model("llama31_70b", compile_matrix.load_matrix()["models"])
-    preset = options.engine_config(model, options.Asked("llama31_70b_v5e16"))
+    preset = options.engine_config(model, options.PlanRequest("llama31_70b_v5e16"))
     assert preset.mesh == MeshConfig(tensor=16) and preset.max_model_len == 32768
-    asked = options.Asked(
+    asked = options.PlanRequest(
         "llama31_70b_v5e16", "pipe=2,tensor=8", "int8", 4096, overrides=["seed=1"]
     )
     changed = options.engine_config(model, asked)
     assert changed.mesh == MeshConfig(pipe=2, tensor=8) and changed.quantize == "int8"
     assert (changed.max_model_len, changed.seed, changed.scheduler) == (4096, 1, preset.scheduler)
-    bare = options.engine_config(model, options.Asked())
+    bare = options.engine_config(model, options.PlanRequest())
     assert (bare.max_model_len, bare.dtype, bare.scheduler.max_num_seqs) == (8192, "bfloat16", 64)
     for context in (1, 200_000):
         with pytest.raises(ValueError, match="llama31_70b takes 2 to 131,072 tokens"):
-            options.engine_config(model, options.Asked(context=context))
+            options.engine_config(model, options.PlanRequest(context=context))
 
 
 def test_a_mesh_that_does_not_match_the_devices_or_the_model_says_what_would(monkeypatch):
@@ -216,7 +218,7 @@ def test_weights_that_leave_no_page_are_asked_of_the_compiler_whole(monkeypatch,
 
 def test_weights_that_are_too_much_alone_are_refused_with_the_way_out(monkeypatch, compiler):
     model = models.find_model("llama31_70b", compile_matrix.load_matrix()["models"])
-    asked = options.Asked(context=8192)
+    asked = options.PlanRequest(context=8192)
     place = chip(monkeypatch, "h100:8")
     step = compile_steps.StepProgram(place, model, options.engine_config(model, asked))
     plan = plans.make_plan(step, 8192, is_whole=False)
@@ -241,17 +243,17 @@ def test_weights_that_are_too_much_alone_are_refused_with_the_way_out(monkeypatc
     ],
 )  # fmt: skip
 def test_the_way_out_is_a_mesh_that_the_model_divides_by(monkeypatch, changes, way):
-    assert report.way_out(program(monkeypatch, "v5e:2x4", LLAMA | changes)).startswith(way)
+    assert report.suggest_fix(program(monkeypatch, "v5e:2x4", LLAMA | changes)).startswith(way)
 
 
 def test_an_overlap_of_nothing_is_refused_as_by_the_engine_on_that_chip(monkeypatch):
-    model = models.from_table("tiny", LLAMA)
-    asked = options.Asked(mesh="tensor=4", context=128, overrides=["mesh.overlap=true"])
+    model = models.model_from_table("tiny", LLAMA)
+    asked = options.PlanRequest(mesh="tensor=4", context=128, overrides=["mesh.overlap=true"])
     config = options.engine_config(model, asked)
     place = chip(monkeypatch, "v5e:2x2")
     assert plans.step_program(place, model, config).model.layout.overlaps
     place.devices = [dataclasses.replace(d, platform="gpu") for d in place.devices]
-    for refused, more in ((plans.step_program, ()), (search_module.by_arithmetic, (128,))):
+    for refused, more in ((plans.step_program, ()), (search_module.estimate_candidate, (128,))):
         with pytest.raises(MeshError, match=r"on a GPU .* steps of 2048 tokens over 4 devices"):
             refused(place, model, config, *more)
 

@@ -36,10 +36,12 @@ def test_a_quantized_checkpoint_is_planned_as_such_unless_told_otherwise(tmp_pat
     keys = LLAMA if stored is None else LLAMA | {"quantization_config": stored}
     (tmp_path / "config.json").write_text(json.dumps(keys))
     model = models.find_model(str(tmp_path), {})
-    assert options.engine_config(model, options.Asked()).quantize == recipe
-    assert options.engine_config(model, options.Asked(quant="none")).quantize is None
-    assert options.engine_config(model, options.Asked(), "cpu").quantize is None  # dequantized
-    asked = options.Asked(quant="int4" if recipe == "int8" else "int8")
+    assert options.engine_config(model, options.PlanRequest()).quantize == recipe
+    assert options.engine_config(model, options.PlanRequest(quant="none")).quantize is None
+    assert (
+        options.engine_config(model, options.PlanRequest(), "cpu").quantize is None
+    )  # dequantized
+    asked = options.PlanRequest(quant="int4" if recipe == "int8" else "int8")
     if recipe is None:
         assert options.engine_config(model, asked).quantize == "int8"
         return
@@ -54,9 +56,9 @@ def test_weights_that_the_engine_refuses_are_planned_only_when_told_how(tmp_path
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"quantization_config": stored}))
     model = models.find_model(str(tmp_path), {})
     with pytest.raises(ValueError, match=f"{reason}.*--quant=none plans it dequantized"):
-        options.engine_config(model, options.Asked())
-    assert options.engine_config(model, options.Asked(quant="none")).quantize is None
-    told = options.Asked(overrides=["quantize=int4"])
+        options.engine_config(model, options.PlanRequest())
+    assert options.engine_config(model, options.PlanRequest(quant="none")).quantize is None
+    told = options.PlanRequest(overrides=["quantize=int4"])
     assert options.engine_config(model, told).quantize == "int4"
 
 
@@ -78,59 +80,65 @@ def test_weights_that_the_engine_refuses_are_planned_only_when_told_how(tmp_path
 )
 def test_options_that_would_have_no_effect_or_no_end_are_refused(asked, reason):
     with pytest.raises(ValueError, match=reason):
-        options.engine_config(models.from_table("tiny", LLAMA), options.Asked(**asked))
+        options.engine_config(models.model_from_table("tiny", LLAMA), options.PlanRequest(**asked))
 
 
 def test_a_search_keeps_to_a_quantization_that_is_asked_for_and_a_presets_mesh_is_no_order():
-    model = models.from_table("tiny", LLAMA)
+    model = models.model_from_table("tiny", LLAMA)
     for kinds, asked in (
-        (("int4",), options.Asked(overrides=["quantize=int4"])),
-        ((None,), options.Asked(quant="none")),
-        (options.SEARCHED, options.Asked("llama31_70b_v5e16", context=64, is_search=True)),
-        (("int8",), options.Asked("deepseek_v3_v5p16", context=64, is_search=True)),
-        ((None,), options.Asked("deepseek_v3_v5p16", quant="none", context=64, is_search=True)),
+        (("int4",), options.PlanRequest(overrides=["quantize=int4"])),
+        ((None,), options.PlanRequest(quant="none")),
+        (options.SEARCHED, options.PlanRequest("llama31_70b_v5e16", context=64, is_search=True)),
+        (("int8",), options.PlanRequest("deepseek_v3_v5p16", context=64, is_search=True)),
+        (
+            (None,),
+            options.PlanRequest("deepseek_v3_v5p16", quant="none", context=64, is_search=True),
+        ),
     ):
         config = options.engine_config(model, asked)
-        assert options.kinds_of(asked, config) == kinds
-    stored = model._replace(stored=models.Stored("gptq", "int4", ""))
-    config = options.engine_config(stored, options.Asked())
-    assert options.kinds_of(options.Asked(), config) == ("int4",)
+        assert options.searched_quantizations(asked, config) == kinds
+    stored = model._replace(stored=models.StoredForm("gptq", "int4", ""))
+    config = options.engine_config(stored, options.PlanRequest())
+    assert options.searched_quantizations(options.PlanRequest(), config) == ("int4",)
 
 
 def test_a_length_that_is_set_is_the_context():
-    model = models.from_table("tiny", LLAMA)
-    asked = options.Asked(overrides=["max_model_len=48"])
-    assert options.context_of(model, options.engine_config(model, asked), asked) == 48
+    model = models.model_from_table("tiny", LLAMA)
+    asked = options.PlanRequest(overrides=["max_model_len=48"])
+    assert options.plan_context(model, options.engine_config(model, asked), asked) == 48
 
 
 def test_a_length_past_the_models_is_taken_or_refused_as_the_engine_does(monkeypatch):
     said = []
     monkeypatch.setattr(logging, "warning", lambda text, *values: said.append(text % values))
-    model, asked = models.from_table("tiny", LLAMA), options.Asked(overrides=["max_model_len=2048"])
+    model, asked = (
+        models.model_from_table("tiny", LLAMA),
+        options.PlanRequest(overrides=["max_model_len=2048"]),
+    )
     config = options.engine_config(model, asked)
-    assert options.context_of(model, config, asked) == 2048
+    assert options.plan_context(model, config, asked) == 2048
     step = compile_steps.StepProgram(chip(monkeypatch, "v5e"), model, config)
     assert step.max_model_len == 2048 == 64 * step.program.sizes.table_width
     assert said == ["max_model_len is 2048, past the 512 positions that the model was made for"]
     with pytest.raises(ConfigError, match="max_model_len is 2048; this model has a table of 512"):
-        options.engine_config(models.from_table("tiny", GPT2), asked)
+        options.engine_config(models.model_from_table("tiny", GPT2), asked)
 
 
 def test_the_type_of_numbers_is_what_the_engine_takes_there():
-    model = models.from_table("tiny", LLAMA)
+    model = models.model_from_table("tiny", LLAMA)
     for overrides, platform, dtype in (
         ((), "cpu", "float32"), ((), "gpu", "bfloat16"), (("dtype=auto",), "tpu", "bfloat16"),
         (("dtype=bfloat16",), "cpu", "bfloat16"),
     ):  # fmt: skip
-        asked = options.Asked(overrides=overrides)
+        asked = options.PlanRequest(overrides=overrides)
         assert options.engine_config(model, asked, platform).dtype == dtype
 
 
 def test_a_gguf_file_is_planned_by_the_bytes_of_its_weights():
     model = models.find_model(str(demo_model_path()), {})
-    assert model.stored == models.Stored("gguf", "int4")
+    assert model.stored == models.StoredForm("gguf", "int4")
     assert models.find_model("demo", {}).config == model.config
-    assert options.engine_config(model, options.Asked()).quantize == "int4"
+    assert options.engine_config(model, options.PlanRequest()).quantize == "int4"
 
 
 def convert(source: Path, folder: Path, kind: str | None, *, keep_packed: bool) -> Path:
@@ -153,4 +161,4 @@ def test_a_converted_checkpoint_is_planned_by_what_was_written(tmp_path):
         stored = models.find_model(
             str(convert(source, folder, kind, keep_packed=keep_packed)), {}
         ).stored
-        assert stored == (recipe and models.Stored("converted", recipe)), folder.name
+        assert stored == (recipe and models.StoredForm("converted", recipe)), folder.name

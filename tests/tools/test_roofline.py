@@ -13,7 +13,7 @@ roofline: Any = importlib.import_module("jaxinfer.tools.planner.roofline")
 collectives: Any = importlib.import_module("jaxinfer.tools.compile_gate.collectives")
 plans: Any = importlib.import_module("jaxinfer.tools.planner.plans")
 search: Any = importlib.import_module("jaxinfer.tools.planner.search")
-Collective, Load, Work = collectives.Collective, roofline.Load, roofline.Work
+Collective, Load, Work = collectives.Collective, roofline.StepLoad, roofline.StepWork
 load_target = compile_matrix.load_target
 
 MB = 1_000_000
@@ -21,10 +21,10 @@ MB = 1_000_000
 
 def test_a_step_takes_the_longer_of_memory_and_products_and_then_its_links():
     target = load_target("cpu")  # 20 GB/s, 100 GFLOP/s
-    least = roofline.bound(Work(2e9, 1e9, {"bfloat16": 5e9, "int8": 5e9}), target, 0.05)
+    least = roofline.roofline_bound(Work(2e9, 1e9, {"bfloat16": 5e9, "int8": 5e9}), target, 0.05)
     assert (least.weights, least.cache, least.compute) == pytest.approx((0.1, 0.05, 0.1))
     assert least.seconds == pytest.approx(0.15 + 0.05) and least.limit == "memory"
-    busy = roofline.bound(Work(2e9, 1e9, {"bfloat16": 4e10}), target, 0.5)
+    busy = roofline.roofline_bound(Work(2e9, 1e9, {"bfloat16": 4e10}), target, 0.5)
     assert busy.seconds == pytest.approx(0.4 + 0.5) and busy.limit == "links"
 
 
@@ -82,7 +82,7 @@ def test_the_devices_of_a_group_are_those_that_the_program_names(monkeypatch, gr
     """Eight of one host, and one of each of eight hosts."""
     step = program(monkeypatch, "h100:8x8", LLAMA | {"num_hidden_layers": 8}, mesh=MESH)
     text = TEXT.format(groups=groups)
-    traffic = plans.traffic_of(step, text)
+    traffic = plans.compiled_traffic(step, text)
     assert traffic.by_kind["all-reduce"]["link_bytes"] == 2 * MB * 7 // 8
     assert traffic.seconds == pytest.approx(1.75 * MB / rate, rel=1e-5)
 
@@ -112,7 +112,7 @@ NORMS = 4 * 2 * 64 + 64
 
 
 def test_the_work_of_a_decode_step_on_one_device(monkeypatch):
-    work = roofline.work_of(program(monkeypatch, "v5e", LLAMA), Load(rows=4, new=1, context=128))
+    work = roofline.step_work(program(monkeypatch, "v5e", LLAMA), Load(rows=4, new=1, context=128))
     rows = 4 * 64  # of the embedding
     assert work.weight_bytes == 2 * (4 * LAYER + HEAD + NORMS + rows)
     assert work.cache_bytes == 4 * 128 * 4 * 2 * (4 * 8) * 2
@@ -123,7 +123,7 @@ def test_the_work_of_a_decode_step_on_one_device(monkeypatch):
 def test_eight_devices_share_the_work_and_each_has_a_kv_head_of_its_own(monkeypatch):
     """4 KV heads are repeated to 8; norms are everybody's."""
     step = program(monkeypatch, "v5e:2x4", LLAMA, mesh="tensor=8")
-    work = roofline.work_of(step, Load(rows=4, new=1, context=128))
+    work = roofline.step_work(step, Load(rows=4, new=1, context=128))
     layer = (LAYER + 2 * 64 * 32) / 8
     assert work.weight_bytes == 2 * (4 * layer + HEAD / 8 + NORMS + 4 * 64 / 8)
     assert work.cache_bytes == 4 * 128 * 4 * 2 * 8 * 2
@@ -133,15 +133,15 @@ def test_eight_devices_share_the_work_and_each_has_a_kv_head_of_its_own(monkeypa
 
 def test_a_stage_has_its_own_layers_and_its_part_of_the_head(monkeypatch):
     step = program(monkeypatch, "v5e:2x2", LLAMA, mesh="pipe=4")
-    work = roofline.work_of(step, Load(rows=1, new=1, context=128))
+    work = roofline.step_work(step, Load(rows=1, new=1, context=128))
     assert work.flops == {"bfloat16": 2 * (LAYER + HEAD / 4) + 128 * 2 * 8 * 16}
     assert work.cache_bytes == 128 * 2 * (4 * 8) * 2
 
 
 def test_of_experts_those_are_read_that_tokens_meet_and_computed_that_they_take(monkeypatch):
     step = program(monkeypatch, "v5e", MIXTRAL, chunk=64)
-    one = roofline.work_of(step, Load(rows=1, new=1, context=128))
-    many = roofline.work_of(step, Load(rows=64, new=1, context=128))
+    one = roofline.step_work(step, Load(rows=1, new=1, context=128))
+    many = roofline.step_work(step, Load(rows=64, new=1, context=128))
     dense = 2 * 64 * 64 + 2 * 64 * 32 + 64 * 8  # and the router
     expert = 3 * 64 * 128
     attention = 128 * 4 * 2 * 8 * 16
@@ -153,11 +153,11 @@ def test_of_experts_those_are_read_that_tokens_meet_and_computed_that_they_take(
 
 def test_devices_of_a_sequence_share_its_cache_and_the_tokens_of_a_long_step(monkeypatch):
     step = program(monkeypatch, "v5e:2x2", LLAMA, mesh="seq=4", context=512, chunk=512, rows=64)
-    few = roofline.work_of(step, Load(rows=64, new=1, context=128))
+    few = roofline.step_work(step, Load(rows=64, new=1, context=128))
     products = 64 * 2 * (4 * LAYER + HEAD)
     assert few.flops == {"bfloat16": products + 64 * 128 * 4 * 2 * 8 * 16 / 4}
     assert few.cache_bytes == 64 * 128 * 4 * 2 * (4 * 8) * 2 / 4
-    long = roofline.work_of(step, Load(rows=1, new=512, context=512))
+    long = roofline.step_work(step, Load(rows=1, new=512, context=512))
     seen = 512 * 513 / 2
     assert long.flops == {"bfloat16": 128 * 2 * 4 * LAYER + 2 * HEAD + seen * 4 * 2 * 8 * 16 / 4}
 
@@ -167,11 +167,11 @@ def test_devices_of_a_sequence_share_its_cache_and_the_tokens_of_a_long_step(mon
 )
 def test_products_run_in_the_type_of_their_activations(monkeypatch, quant, kinds):
     step = program(monkeypatch, "v5e:2x2", LLAMA, mesh="tensor=4", quant=quant)
-    work = roofline.work_of(step, Load(rows=4, new=1, context=128))
+    work = roofline.step_work(step, Load(rows=4, new=1, context=128))
     assert set(work.flops) == kinds
     plain = program(monkeypatch, "v5e:2x2", LLAMA, mesh="tensor=4")
     assert sum(work.flops.values()) == sum(
-        roofline.work_of(plain, Load(rows=4, new=1, context=128)).flops.values()
+        roofline.step_work(plain, Load(rows=4, new=1, context=128)).flops.values()
     )
     assert step.weight_bytes < plain.weight_bytes
 
@@ -183,7 +183,9 @@ def test_the_rate_of_a_slice_counts_the_links_that_a_chip_has_in_it(monkeypatch)
 
 def added(step: Any, rows: int) -> list[tuple[str, int, int, int]]:
     load = Load(rows=rows, new=1, context=128)
-    return [(c.kind, c.bytes, c.group_size, c.times) for c in search.layer_sums(step, load)]
+    return [
+        (c.kind, c.bytes, c.group_size, c.times) for c in search.estimated_collectives(step, load)
+    ]
 
 
 def test_the_layers_of_a_stage_sum_twice_and_hand_on_once(monkeypatch):

@@ -28,7 +28,7 @@ files: Any = importlib.import_module("jaxinfer.tools.tuner.files")
 model: Any = importlib.import_module("jaxinfer.tools.tuner.model")
 search: Any = importlib.import_module("jaxinfer.tools.tuner.search")
 worker: Any = importlib.import_module("jaxinfer.tools.device_check.worker")
-Resources: Any = importlib.import_module("jaxinfer.tools.compile_gate.text").Resources
+KernelResources: Any = importlib.import_module("jaxinfer.tools.compile_gate.text").KernelResources
 load_target: Any = importlib.import_module("jaxinfer.tools.compile_gate.matrix").load_target
 
 
@@ -107,7 +107,7 @@ def launch(blocks: int, num_warps: int = 4, outputs: tuple[Any, ...] = ()) -> Tr
 
 
 def seconds(blocks: int, registers: int = 64, shared: int = 32768, **changes: Any) -> float:
-    resources = Resources("k", registers, shared, 0)
+    resources = KernelResources("k", registers, shared, 0)
     work = {"bytes_moved": 10**9, "flops": 0} | changes
     return model.estimate(H100, [launch(blocks)], [resources], **work).seconds
 
@@ -132,7 +132,7 @@ def test_the_chips_figures_are_those_of_its_datasheet():
 def test_a_multiprocessor_holds_as_many_blocks_as_its_scarcest_part(
     registers, shared, num_warps, blocks
 ):
-    resources = Resources("k", registers, shared, 0)
+    resources = KernelResources("k", registers, shared, 0)
     assert model.resident_blocks(H100, resources, num_warps) == blocks
 
 
@@ -153,7 +153,7 @@ def test_arithmetic_beyond_the_bytes_decides():
 
 def test_what_launches_hand_over_is_counted_there_and_back():
     part = (jax.ShapeDtypeStruct((10**9 // 4,), jnp.float32),)
-    resources = [Resources("k", 64, 32768, 0)] * 2
+    resources = [KernelResources("k", 64, 32768, 0)] * 2
     both = [launch(792, outputs=part), launch(1, outputs=part)]
     found = model.estimate(H100, both, resources, bytes_moved=10**9, flops=0).seconds
     assert found == pytest.approx(3e9 / H100.bandwidth, rel=0.05)
@@ -161,7 +161,7 @@ def test_what_launches_hand_over_is_counted_there_and_back():
 
 def test_a_block_that_fits_nowhere_is_refused():
     with pytest.raises(ValueError, match="cannot hold one of its blocks"):
-        model.estimate(H100, [launch(1, 16)], [Resources("k", 255, 0, 0)], 1, 1)
+        model.estimate(H100, [launch(1, 16)], [KernelResources("k", 255, 0, 0)], 1, 1)
 
 
 def measured(key: str, **figures: float | None) -> dict[str, Any]:
@@ -179,7 +179,7 @@ def test_the_best_over_all_cases_of_a_key_is_chosen_relative_to_today():
         measured("a", today=100.0, b16=80.0, b32=90.0),
         measured("a", today=1.0, b16=2, b32=0.9),
     ]
-    assert files.choose(rows) == {"tiling": {"block": 32}, "share": pytest.approx(0.9)}
+    assert files.best_tiling(rows) == {"tiling": {"block": 32}, "share": pytest.approx(0.9)}
 
 
 @pytest.mark.parametrize(
@@ -193,14 +193,14 @@ def test_the_best_over_all_cases_of_a_key_is_chosen_relative_to_today():
     ids=["noise", "fails in one case", "nothing to compare with", "no other"],
 )
 def test_todays_tiling_stays_unless_another_wins_everywhere(rows):
-    assert files.choose(rows) is None
+    assert files.best_tiling(rows) is None
 
 
 def test_writing_keeps_what_other_keys_have(tmp_path):
     path = tmp_path / "tuned" / "gpu.json"
     first = {("op/gpu", "a"): {"tiling": {"block": 1}}}
-    files.write(path, first | {("op/gpu", "b"): {"tiling": {"block": 2}}})
-    files.write(path, {("op/gpu", "b"): {"tiling": {"block": 3}}})
+    files.write_tilings(path, first | {("op/gpu", "b"): {"tiling": {"block": 2}}})
+    files.write_tilings(path, {("op/gpu", "b"): {"tiling": {"block": 3}}})
     assert tuning.load(path) == {"op/gpu": {"a": {"block": 1}, "b": {"block": 3}}}
 
 
@@ -250,7 +250,7 @@ def test_a_search_measures_what_agrees_with_today_and_says_why_others_do_not(toy
     assert "differs from today's result" in by_block[3]["reason"]
     assert by_block[5]["reason"] == "no kernel of 5"
     rows = [job() | found | {"status": "measured"}]
-    assert files.choose(rows)["tiling"] == {"block": 7, "num_warps": 4}
+    assert files.best_tiling(rows)["tiling"] == {"block": 7, "num_warps": 4}
 
 
 def test_only_as_many_as_asked_are_measured(toy, monkeypatch):
@@ -262,7 +262,7 @@ def test_without_a_device_spills_and_refusals_are_dropped_and_the_model_ranks(to
     def compile_launch(self, tiling):
         if tiling == 5:
             raise ValueError("out of shared memory")
-        return [Resources("k", 64, 1024 * tiling, 8 if tiling == 9 else 0)]
+        return [KernelResources("k", 64, 1024 * tiling, 8 if tiling == 9 else 0)]
 
     def record(case, backend, tiling=None):
         return [4 if tiling is None else tiling.block]

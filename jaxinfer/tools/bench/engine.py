@@ -23,7 +23,7 @@ from jaxinfer.tools.bench.report import TimedRun
 Prompts = Sequence[Sequence[int]]
 
 
-def run(engine: Engine, prompts: Prompts, output_lens: Sequence[int]) -> TimedRun:
+def run_prompts(engine: Engine, prompts: Prompts, output_lens: Sequence[int]) -> TimedRun:
     """Answer all prompts greedily, `output_lens` tokens each, added at once to an idle engine."""
     start = first = time.perf_counter()
     requests = [
@@ -40,7 +40,9 @@ def run(engine: Engine, prompts: Prompts, output_lens: Sequence[int]) -> TimedRu
     return TimedRun([r.output_token_ids for r in requests], first - start, end - first)
 
 
-def sibling(engine: Engine, config: EngineConfig, *, with_text: bool = True) -> Engine:
+def engine_sharing_weights(
+    engine: Engine, config: EngineConfig, *, with_text: bool = True
+) -> Engine:
     """Another engine over the same weights; it compiles its programs at their first use."""
     return Engine(
         engine.model,

@@ -63,7 +63,7 @@ STATIC_ROWS = 16
 HOST_VOCAB = 2048
 
 
-class Bench:
+class OfflineBench:
     """The two sides, loaded once, and how to time them in turn."""
 
     def __init__(
@@ -109,7 +109,7 @@ class Bench:
 
         def work() -> list[float]:
             prompts = self.prompts([16] * num_rows)
-            ours = bench_engine.run(self.engine, prompts, [num_tokens] * num_rows)
+            ours = bench_engine.run_prompts(self.engine, prompts, [num_tokens] * num_rows)
             samples = [count / ours.decode_s]
             if self.peer:
                 samples.append(count / self.peer.generate(prompts, num_tokens).decode_s)
@@ -124,22 +124,22 @@ class Bench:
         return Measure(case, unit, ours, other, name, target)
 
 
-def one_stream(bench: Bench) -> list[Measure]:
+def one_stream(bench: OfflineBench) -> list[Measure]:
     """One request alone."""
     return [bench.decode("one_stream", 1)]
 
 
-def rows(bench: Bench) -> list[Measure]:
+def rows(bench: OfflineBench) -> list[Measure]:
     """Eight requests together."""
     return [bench.decode("rows", 8)]
 
 
-def prefill(bench: Bench, num_tokens: int = 512) -> list[Measure]:
+def prefill(bench: OfflineBench, num_tokens: int = 512) -> list[Measure]:
     """One prompt up to its first token."""
 
     def work() -> list[float]:
         prompts = bench.prompts([num_tokens])
-        samples = [num_tokens / bench_engine.run(bench.engine, prompts, [1]).total_s]
+        samples = [num_tokens / bench_engine.run_prompts(bench.engine, prompts, [1]).total_s]
         if bench.peer:
             samples.append(num_tokens / bench.peer.prefill(prompts[0]))
         return samples
@@ -158,21 +158,23 @@ def mixed_lengths(num_requests: int) -> tuple[list[int], list[int]]:
     return prompt_lens.tolist(), output_lens.tolist()
 
 
-def mixed(bench: Bench, num_requests: int = 64) -> list[Measure]:
+def mixed(bench: OfflineBench, num_requests: int = 64) -> list[Measure]:
     """Requests of very different lengths: continuous batching against static batches."""
     prompt_lens, output_lens = mixed_lengths(num_requests)
-    static = bench_engine.sibling(
+    static = bench_engine.engine_sharing_weights(
         bench.engine,
         bench_engine.with_scheduler(bench.engine.config, policy="static", max_num_seqs=STATIC_ROWS),
     )
-    narrow = bench_engine.sibling(
+    narrow = bench_engine.engine_sharing_weights(
         bench.engine, bench_engine.with_scheduler(bench.engine.config, max_num_seqs=STATIC_ROWS)
     )
 
     def work() -> list[float]:
         prompts = bench.prompts(prompt_lens)
         engines = (bench.engine, static, narrow)
-        seconds = [bench_engine.run(engine, prompts, output_lens).total_s for engine in engines]
+        seconds = [
+            bench_engine.run_prompts(engine, prompts, output_lens).total_s for engine in engines
+        ]
         if bench.peer:
             seconds.append(bench.peer.serve_static(prompts, output_lens, STATIC_ROWS))
         return [sum(output_lens) / s for s in seconds]
@@ -187,7 +189,7 @@ def mixed(bench: Bench, num_requests: int = 64) -> list[Measure]:
     ]
 
 
-def host(bench: Bench, num_rows: int = 256, num_steps: int = 40) -> list[Measure]:
+def host(bench: OfflineBench, num_rows: int = 256, num_steps: int = 40) -> list[Measure]:
     """What the host does in a step of many decoding rows, with and without streamed text."""
     measures = []
     calm_collector()  # as the server does
@@ -211,10 +213,12 @@ def host(bench: Bench, num_rows: int = 256, num_steps: int = 40) -> list[Measure
     return measures
 
 
-def pool(bench: Bench, num_rows: int = 8, num_pages: int = 24) -> list[Measure]:
+def pool(bench: OfflineBench, num_rows: int = 8, num_pages: int = 24) -> list[Measure]:
     """Step time with `num_pages` and ten times as many: is the cache updated in place?"""
     small, large = (
-        bench_engine.sibling(bench.engine, bench_engine.with_pages(bench.engine.config, n))
+        bench_engine.engine_sharing_weights(
+            bench.engine, bench_engine.with_pages(bench.engine.config, n)
+        )
         for n in (num_pages, 10 * num_pages)
     )
 
@@ -243,7 +247,7 @@ def first_token_seconds(command: Sequence[str], environment: dict[str, str]) -> 
     return seconds
 
 
-def startup(bench: Bench) -> list[Measure]:
+def startup(bench: OfflineBench) -> list[Measure]:
     """What `make run` starts, up to its first token: compilation cache empty, then full."""
     command = [
         sys.executable,
@@ -271,12 +275,12 @@ def startup(bench: Bench) -> list[Measure]:
     ]
 
 
-def programs(bench: Bench) -> list[Measure]:
+def programs(bench: OfflineBench) -> list[Measure]:
     """Programs of the demo's engine after answers of many lengths, alone and together."""
-    engine = bench_engine.sibling(bench.engine, load_config("demo"))
+    engine = bench_engine.engine_sharing_weights(bench.engine, load_config("demo"))
     engine.warm_up()
     for lengths in ([1], [3], [40], [200, 7, 90], [300] * 20):
-        bench_engine.run(engine, bench.prompts(lengths), [4] * len(lengths))
+        bench_engine.run_prompts(engine, bench.prompts(lengths), [4] * len(lengths))
     runner = engine.runner
     late = [float(runner.num_late_compiles)]
     return [
@@ -285,7 +289,7 @@ def programs(bench: Bench) -> list[Measure]:
     ]
 
 
-def versions(bench: Bench) -> dict[str, str]:
+def versions(bench: OfflineBench) -> dict[str, str]:
     """Versions of what was measured."""
     names = ("jaxinfer", "jax", "jaxlib", "flax", "numpy")
     found = {"python": platform.python_version()} | {n: metadata.version(n) for n in names}
@@ -300,7 +304,7 @@ def restrict_to(threads: int) -> None:
     os.sched_setaffinity(0, allowed[:threads])
 
 
-CASES: dict[str, Callable[[Bench], list[Measure]]] = {
+CASES: dict[str, Callable[[OfflineBench], list[Measure]]] = {
     "one_stream": one_stream,
     "rows": rows,
     "prefill": prefill,
@@ -331,7 +335,7 @@ def main(argv: Sequence[str]) -> None:
     if unknown or len(argv) > 1:
         raise app.UsageError(f"unknown: {unknown or argv[1:]}; cases are {', '.join(CASES)}")
     restrict_to(FLAGS.threads)
-    bench = Bench(
+    bench = OfflineBench(
         FLAGS.model,
         FLAGS.dtype,
         preset=FLAGS.config,

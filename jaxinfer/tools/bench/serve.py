@@ -46,12 +46,12 @@ from jaxinfer.tools.bench.serve_cases.chaos import chaos
 from jaxinfer.tools.bench.serve_cases.latency import CaseOptions, first_token, throughput
 from jaxinfer.tools.bench.serve_cases.stress import overload, soak
 from jaxinfer.tools.load_client.http import HttpClient, RequestFailed
-from jaxinfer.tools.load_client.load import Target, load_in_processes
+from jaxinfer.tools.load_client.load import Endpoint, load_in_processes
 from jaxinfer.tools.load_client.plot import write_plot
 from jaxinfer.tools.load_client.record import LoadResult, Slo, print_summary, summary
 from jaxinfer.tools.load_client.workload import (
-    Job,
     Lengths,
+    LoadJob,
     PromptMaker,
     WorkloadError,
     make_jobs,
@@ -105,7 +105,7 @@ flags.DEFINE_integer("repeats", 3, "Cases: counted rounds of throughput and over
 flags.DEFINE_float("minutes", 30.0, "Cases: how long soak lasts.", lower_bound=0.05)
 
 
-def target() -> Target:
+def target() -> Endpoint:
     """Where the load goes, by the flags."""
     if (FLAGS.url is None) == (FLAGS.grpc is None):
         raise app.UsageError("give --url or --grpc (one of them), or --case")
@@ -119,9 +119,9 @@ def target() -> Target:
         fields = {"ignore_eos": True, "temperature": 0} | fields
     key = FLAGS.api_key_file and Path(FLAGS.api_key_file).read_text("utf-8").strip()
     if FLAGS.grpc is not None:
-        return Target("grpc", FLAGS.grpc, FLAGS.model or "", key, fields)
+        return Endpoint("grpc", FLAGS.grpc, FLAGS.model or "", key, fields)
     model = FLAGS.model or asyncio.run(first_model(FLAGS.url, key))
-    return Target(FLAGS.api, FLAGS.url, model, key, fields)
+    return Endpoint(FLAGS.api, FLAGS.url, model, key, fields)
 
 
 async def first_model(url: str, key: str | None) -> str:
@@ -135,7 +135,7 @@ async def first_model(url: str, key: str | None) -> str:
         await client.close()
 
 
-def jobs_to_send() -> list[Job]:
+def jobs_to_send() -> list[LoadJob]:
     """The load, by the flags."""
     if (FLAGS.trace is not None) != (FLAGS.arrivals == "trace"):
         raise app.UsageError("--trace and --arrivals=trace belong together")
@@ -152,10 +152,10 @@ def jobs_to_send() -> list[Job]:
     return make_jobs(prompts, *lengths, times, FLAGS.seed)
 
 
-def warm_up_jobs() -> list[Job]:
+def warm_up_jobs() -> list[LoadJob]:
     """Short requests that no later one shares a prefix with."""
     prompts = PromptMaker(FLAGS.seed + 1, FLAGS.vocab_size if FLAGS.prompts == "ids" else None)
-    return [Job(prompts.make(i, 32), 16) for i in range(FLAGS.warmup)]
+    return [LoadJob(prompts.make(i, 32), 16) for i in range(FLAGS.warmup)]
 
 
 def load() -> dict[str, Any]:

@@ -40,7 +40,7 @@ from jaxinfer.tools.compile_gate.gate import Gate, OnRow, Outcome
 from jaxinfer.tools.compile_gate.inputs import Inputs
 from jaxinfer.tools.compile_gate.ledger import COMPILERS, Ledger, Row
 from jaxinfer.tools.compile_gate.matrix import (
-    Job,
+    CompileJob,
     choose,
     jobs_for,
     load_matrix,
@@ -101,7 +101,7 @@ def versions() -> dict[str, str]:
 
 
 def missing_packages() -> list[str]:
-    """Packages without which no compiler is here."""
+    """The packages that the compilers need and that are not installed."""
     installed = {d.metadata["Name"].lower().replace("_", "-") for d in metadata.distributions()}
     return [name for name in REQUIRED if name not in installed]
 
@@ -141,7 +141,7 @@ def main(argv: list[str]) -> None:
         sys.exit(1)
 
 
-def _chosen_jobs() -> tuple[list[Job], dict[str, str]]:
+def _chosen_jobs() -> tuple[list[CompileJob], dict[str, str]]:
     """The jobs that the flags name, and why modules of cases are broken; `ValueError` for an
     unknown name."""
     matrix = load_matrix()
@@ -153,10 +153,10 @@ def _chosen_jobs() -> tuple[list[Job], dict[str, str]]:
     return jobs_for(matrix, targets, cases, presets, structures), broken
 
 
-def _run(jobs: Sequence[Job], started: float) -> tuple[Outcome, dict[str, Any]]:
+def _run(jobs: Sequence[CompileJob], started: float) -> tuple[Outcome, dict[str, Any]]:
     """What the flags ask for, each row printed as it is done; and the budgets it was judged by."""
 
-    def run(jobs: Sequence[Job], on_row: OnRow, end: float) -> list[Row]:
+    def run(jobs: Sequence[CompileJob], on_row: OnRow, end: float) -> list[Row]:
         def show(row: Row) -> None:
             elapsed = time.perf_counter() - started
             print(f"{elapsed:6.0f} s  {row['id']}: {row['status']}", flush=True)

@@ -1,6 +1,7 @@
-"""The collectives of a compiled program: how many, how many bytes, and what goes over the links.
+"""The collectives of a compiled program: their number, their bytes, and their traffic on the links.
 
-What a device sends is counted as by rings, over n devices and a result of B bytes on each (R.
+The bytes that a device sends are those of ring algorithms over n devices with a result of B bytes
+on each (R.
 Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication Operations in MPICH",
 2005; NCCL's "bus bandwidth" is the same):
 
@@ -20,7 +21,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from jaxinfer.tools.compile_gate.text import Instruction, Module, array_bytes, is_launch, trip_count
+from jaxinfer.tools.compile_gate.text import (
+    HloInstruction,
+    HloModule,
+    array_bytes,
+    is_launch,
+    trip_count,
+)
 
 KINDS = (
     "all-gather",
@@ -31,11 +38,12 @@ KINDS = (
     "ragged-all-to-all",
     "reduce-scatter",
 )
-# Whose asynchronous start gives (operands, results, ...): an all-reduce's gives its results alone.
-GIVES_OPERANDS = tuple(kind for kind in KINDS if kind != "all-reduce")
-# Of one layer under tensor parallelism: a sum after attention and one after the MLP, each whole or
-# in two halves (Megatron-LM, arXiv:1909.08053, section 3). In a parallel block, where neither waits
-# for the other, XLA sends both in one (seen for v5e and H100, jax 0.10.2).
+# Kinds whose asynchronous start returns (operands, results, ...); an all-reduce returns results
+# alone.
+RETURNS_OPERANDS = tuple(kind for kind in KINDS if kind != "all-reduce")
+# A layer under tensor parallelism has a sum after attention and one after the MLP, each as one
+# all-reduce or as two halves (Megatron-LM, arXiv:1909.08053, section 3). In a parallel block, where
+# neither depends on the other, XLA merges both (seen for v5e and H100, jax 0.10.2).
 LAYER_FORMS: tuple[Mapping[str, float], ...] = (
     {"all-reduce": 2},
     {"reduce-scatter": 2, "all-gather": 2},
@@ -53,18 +61,18 @@ Groups = tuple[tuple[int, ...], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One instruction of a program that runs on every device."""
+    """One collective instruction of a program that runs on every device."""
 
     kind: str
-    bytes: int  # of its results on one device
+    bytes: int  # size of its results on one device
     group_size: int  # devices that take part in one of its groups
-    times: int = 1  # it runs in one run of the program
-    op_name: str = ""  # where in the traced program it comes from, as `jit(_step)/block_1/...`
-    groups: Groups = ()  # of devices, by their places in the mesh; a permutation's are its cycles
+    times: int = 1  # executions in one run of the program
+    op_name: str = ""  # its origin in the traced program, such as `jit(_step)/block_1/...`
+    groups: Groups = ()  # device positions in the mesh; for a permutation, its cycles
 
     @property
     def link_bytes(self) -> int:
-        """That a device sends when it runs once, by the table above."""
+        """Bytes that a device sends in one execution, by the table above."""
         n, B = self.group_size, self.bytes
         if self.kind == "all-reduce":
             return 2 * B * (n - 1) // n
@@ -75,26 +83,29 @@ class Collective:
         return B
 
 
-def find(module: Module) -> list[Collective]:
-    """All of a program's. One in a loop runs as often as the loop is known to turn, else once; of a
-    conditional's branches all are listed."""
+def find_collectives(module: HloModule) -> list[Collective]:
+    """List all collectives of a program.
+
+    One in a loop counts as often as the loop is known to run, else once. All branches of a
+    conditional are listed.
+    """
     return list(_found(module, module.entry, 1))
 
 
-def collectives(module: Module) -> dict[str, dict[str, int]]:
-    """By kind, in one run of the program: how many, the bytes of their results on one device, and
-    the bytes that a device sends."""
-    return _by_kind(find(module))
+def collectives(module: HloModule) -> dict[str, dict[str, int]]:
+    """The number of collectives of each kind in one run of the program, the bytes of their results
+    on one device, and the bytes that a device sends."""
+    return _by_kind(find_collectives(module))
 
 
-def of_layer(module: Module, layer: int) -> dict[str, dict[str, int]]:
-    """`collectives` of one layer: of the instructions that carry its name."""
-    return _by_kind(one for one in find(module) if f"block_{layer}/" in one.op_name)
+def layer_collectives(module: HloModule, layer: int) -> dict[str, dict[str, int]]:
+    """`collectives` of one layer, found by the name that its instructions carry."""
+    return _by_kind(one for one in find_collectives(module) if f"block_{layer}/" in one.op_name)
 
 
-def permutes_without_work(module: Module, layer: int) -> int:
-    """How many of a layer's collective-permutes have nothing launched between their start and
-    their end, or have but one instruction for both: the device waits for the link."""
+def permutes_without_work(module: HloModule, layer: int) -> int:
+    """Count a layer's collective-permutes that overlap with no launch: nothing starts between their
+    start and their end, or one instruction is both. The device then waits for the link."""
     return sum(
         not _has_work(computation, place)
         for computation in module.computations.values()
@@ -104,7 +115,7 @@ def permutes_without_work(module: Module, layer: int) -> int:
     )
 
 
-def _has_work(computation: Sequence[Instruction], place: int) -> bool:
+def _has_work(computation: Sequence[HloInstruction], place: int) -> bool:
     end = re.compile(rf"%?{re.escape(computation[place].name)}\b(?![.\-])")
     has_work = False
     for later in computation[place + 1 :]:
@@ -124,14 +135,14 @@ def _by_kind(found: Iterable[Collective]) -> dict[str, dict[str, int]]:
     return totals
 
 
-def link_bytes(module: Module) -> int:
-    """That a device sends in one run of the program."""
-    return sum(one.times * one.link_bytes for one in find(module))
+def link_bytes(module: HloModule) -> int:
+    """Bytes that a device sends in one run of the program."""
+    return sum(one.times * one.link_bytes for one in find_collectives(module))
 
 
-def per_layer(shallow: Module, deep: Module, num_layers: int) -> dict[str, dict[str, float]]:
-    """What one of the `num_layers` layers adds by which `deep` is deeper than `shallow`, by kind;
-    what a step does once drops out."""
+def per_layer(shallow: HloModule, deep: HloModule, num_layers: int) -> dict[str, dict[str, float]]:
+    """The collectives that one layer adds, by kind: the difference of two programs that differ by
+    `num_layers` layers, so that what a step does once cancels."""
     before, after = collectives(shallow), collectives(deep)
     added = {}
     for kind in sorted(before | after):
@@ -145,8 +156,11 @@ def per_layer(shallow: Module, deep: Module, num_layers: int) -> dict[str, dict[
 def layer_problems(
     added: Mapping[str, Mapping[str, float]], *, is_parallel: bool = False
 ) -> list[str]:
-    """Why a layer's collectives, as `per_layer` or `of_layer` found them, are not the two sums of
-    tensor parallelism, or of a parallel block one of both; empty if they are."""
+    """Explain why a layer's collectives are not those of tensor parallelism: two sums, or one in a
+    parallel block. The list is empty where they are.
+
+    `added` is the result of `per_layer` or `layer_collectives`.
+    """
     counts = {kind: entry["count"] for kind, entry in added.items()}
     if counts in LAYER_FORMS or (is_parallel and counts == {"all-reduce": 1}):
         return []
@@ -154,7 +168,7 @@ def layer_problems(
     return [f"a layer adds the collectives {found}; tensor parallelism takes 2 all-reduce"]
 
 
-def _found(module: Module, computation: str, times: int) -> Iterator[Collective]:
+def _found(module: HloModule, computation: str, times: int) -> Iterator[Collective]:
     for instruction in module.computations.get(computation, ()):
         kind = instruction.opcode.removesuffix("-start")
         if kind in KINDS:
@@ -163,25 +177,26 @@ def _found(module: Module, computation: str, times: int) -> Iterator[Collective]
             name = instruction.op_name
             yield Collective(kind, size, len(groups[0]), times, name, groups)
             continue  # its own computation adds two numbers
-        turns = trip_count(instruction) if instruction.opcode == "while" else None
+        count = trip_count(instruction) if instruction.opcode == "while" else None
         for name in _called(instruction):
-            yield from _found(module, name, times if turns is None else times * turns)
+            yield from _found(module, name, times if count is None else times * count)
 
 
-def _called(instruction: Instruction) -> list[str]:
+def _called(instruction: HloInstruction) -> list[str]:
     keys = ("body", "condition", "calls", "to_apply", "called_computation")
     return [name for key in keys if (name := instruction.called(key))] + instruction.branches
 
 
-def _result_bytes(instruction: Instruction, kind: str) -> int:
+def _result_bytes(instruction: HloInstruction, kind: str) -> int:
     parts = elements(instruction.type)
-    if instruction.opcode.endswith("-start") and kind in GIVES_OPERANDS and len(parts) > 1:
+    if instruction.opcode.endswith("-start") and kind in RETURNS_OPERANDS and len(parts) > 1:
         parts = parts[1:2]  # (operands, results, counters...)
     return sum(map(sum, map(array_bytes, parts)))
 
 
 def elements(type_text: str) -> list[str]:
-    """Of a tuple's type, `((f32[2], s8[4]{0}), u32[])`, the types in it; of another, itself."""
+    """The element types of a tuple's type, such as `((f32[2], s8[4]{0}), u32[])`; a type that is no
+    tuple is its only element."""
     if not type_text.startswith("("):
         return [type_text]
     parts, depth = [""], 0
@@ -195,8 +210,11 @@ def elements(type_text: str) -> list[str]:
 
 
 def groups_over(sizes: Mapping[str, int], parts: Iterable[tuple[str, int, int]]) -> Groups:
-    """The devices of a mesh, its last axis varying fastest, that differ along `parts` of its axes
-    alone: (axis, pre-size, size), the whole axis being (axis, 1, its size)."""
+    """Group the devices of a mesh that differ only along `parts` of its axes.
+
+    Devices are numbered with the last axis varying fastest. A part is (axis, pre-size, size); a
+    whole axis is (axis, 1, its size).
+    """
     axes, places = list(sizes), []
     for axis, before, size in parts:
         inner = math.prod(sizes[other] for other in axes[axes.index(axis) + 1 :])
@@ -208,10 +226,13 @@ def groups_over(sizes: Mapping[str, int], parts: Iterable[tuple[str, int, int]])
     return tuple(map(tuple, groups.values()))
 
 
-def _groups(instruction: Instruction, num_devices: int) -> Groups:
-    """From `{{0,1},{2,3}}`, from `[2,4]<=[8]` (groups by devices of each) with or without a
-    transposition, from a mesh's axes, or of all devices if no group is named. Of a permute: the
-    devices of its pairs."""
+def _groups(instruction: HloInstruction, num_devices: int) -> Groups:
+    """The device groups of a collective.
+
+    They are written as `{{0,1},{2,3}}`, as `[2,4]<=[8]` (groups by devices of each) with or without
+    a transposition, or as axes of a mesh; without any, all devices are one group. The groups of a
+    permute are the cycles of its pairs.
+    """
     text = instruction.rest
     if pairs := _PAIRS.search(text):
         found = re.findall(r"(\d+),(\d+)", pairs.group(1))
@@ -234,8 +255,8 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _cycles(goes_to: Mapping[int, int]) -> Groups:
-    """Of a permutation: from each device the way until it is back, or ends. Ways that end begin
-    where nothing comes in."""
+    """The cycles and open chains of a permutation. A chain begins at the device that receives
+    nothing."""
     cycles, seen = [], set()
     for start in [*(goes_to.keys() - set(goes_to.values())), *goes_to]:
         device, way = start, []

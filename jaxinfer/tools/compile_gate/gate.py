@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxinfer.tools.compile_gate.ledger import Ledger, Row
-from jaxinfer.tools.compile_gate.matrix import Job
+from jaxinfer.tools.compile_gate.matrix import CompileJob
 from jaxinfer.tools.compile_gate.report import problems
 from jaxinfer.tools.compile_gate.run import NUM_CHILDREN
 
 OnRow = Callable[[Row], None]
 # Compiles jobs until a moment of `time.monotonic`; rows of the jobs that were begun by then.
-RunJobs = Callable[[Sequence[Job], OnRow, float], list[Row]]
+RunJobs = Callable[[Sequence[CompileJob], OnRow, float], list[Row]]
 
 FOREVER = float("inf")
 RECORD_COMMAND = "make compile-check COMPILE_ARGS=--changed"
@@ -45,11 +45,11 @@ class Gate:
     save: Callable[[], None]
     records_budgets: bool = False
 
-    def compile_all(self, jobs: Sequence[Job]) -> Outcome:
+    def compile_all(self, jobs: Sequence[CompileJob]) -> Outcome:
         """Compile every job and record what passes."""
         return Outcome({row["id"]: row for row in self._compile_and_record(jobs)})
 
-    def compile_changed(self, jobs: Sequence[Job]) -> Outcome:
+    def compile_changed(self, jobs: Sequence[CompileJob]) -> Outcome:
         """Compile the jobs whose entries are missing or stale, and record what passes."""
         stale = self.ledger.stale(jobs, self.inputs)
         outcome = self._recorded(jobs, stale)
@@ -57,7 +57,7 @@ class Gate:
         outcome.notes.append(f"{len(jobs) - len(stale)} rows are recorded, {len(stale)} changed")
         return outcome
 
-    def check(self, jobs: Sequence[Job], *, seed: str, budget_s: float) -> Outcome:
+    def check(self, jobs: Sequence[CompileJob], *, seed: str, budget_s: float) -> Outcome:
         """Compile what changed, then a sample of the rest, within a budget of seconds. Nothing is
         recorded.
 
@@ -89,7 +89,9 @@ class Gate:
         self._check_sample(jobs, outcome, seed, end)
         return outcome
 
-    def _check_sample(self, jobs: Sequence[Job], outcome: Outcome, seed: str, end: float) -> None:
+    def _check_sample(
+        self, jobs: Sequence[CompileJob], outcome: Outcome, seed: str, end: float
+    ) -> None:
         """Compile recorded rows again in the time that is left, and compare."""
         fresh = [job for job in jobs if outcome.rows[job.id].get("is_recorded")]
         seconds = max(0.0, end - time.monotonic())
@@ -106,15 +108,15 @@ class Gate:
             f"{seed})"
         )
 
-    def _recorded(self, jobs: Sequence[Job], stale: Sequence[Job]) -> Outcome:
+    def _recorded(self, jobs: Sequence[CompileJob], stale: Sequence[CompileJob]) -> Outcome:
         left_out = {job.id for job in stale}
         recorded = [job for job in jobs if job.id not in left_out]
         return Outcome({job.id: self.ledger.row(job) for job in recorded})
 
-    def _compile(self, jobs: Sequence[Job], end: float) -> list[Row]:
+    def _compile(self, jobs: Sequence[CompileJob], end: float) -> list[Row]:
         return self.run_jobs(jobs, lambda row: None, end) if jobs else []
 
-    def _compile_and_record(self, jobs: Sequence[Job]) -> list[Row]:
+    def _compile_and_record(self, jobs: Sequence[CompileJob]) -> list[Row]:
         def on_row(row: Row) -> None:
             if self.records_budgets and "per_layer" in row:
                 self.budgets[row["id"]] = row["per_layer"]

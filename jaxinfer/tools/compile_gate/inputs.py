@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxinfer.kernels.tuning import FOLDER as TUNED
 from jaxinfer.tools.compile_gate.ledger import Versions, compilers_of
-from jaxinfer.tools.compile_gate.matrix import TARGETS, Job, load_target
+from jaxinfer.tools.compile_gate.matrix import TARGETS, CompileJob, load_target
 from jaxinfer.tools.compile_gate.run import ENVIRONMENT
 from jaxinfer.tools.compile_gate.sources import SourceTree, digest, installed_modules
 
@@ -34,11 +34,11 @@ class Inputs:
         self._target_data = functools.cache(_target_data)
         self._tuned = digest(_tuned_texts())
 
-    def all(self, jobs: Sequence[Job]) -> dict[str, str]:
+    def all(self, jobs: Sequence[CompileJob]) -> dict[str, str]:
         """A hash for every job, by its id."""
         return {job.id: self.of(job) for job in jobs}
 
-    def of(self, job: Job) -> str:
+    def of(self, job: CompileJob) -> str:
         """The hash of one job."""
         target = load_target(job.target)
         return digest(
@@ -53,7 +53,7 @@ class Inputs:
             }
         )
 
-    def roots(self, job: Job) -> list[str]:
+    def roots(self, job: CompileJob) -> list[str]:
         """The modules whose code, with all they import, decides the job's program."""
         if job.kind == "step":
             return [f"{GATE}.steps"]
@@ -62,7 +62,7 @@ class Inputs:
         operator = self._tree.below(f"jaxinfer.kernels.{job.name}")
         return [*operator, f"{CASES}.{job.name}", f"{GATE}.kernels"]
 
-    def _data(self, job: Job) -> Any:
+    def _data(self, job: CompileJob) -> Any:
         if job.kind == "structure":
             return self._matrix["structures"][job.name]
         if job.kind == "step":

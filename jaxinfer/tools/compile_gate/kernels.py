@@ -1,9 +1,9 @@
-"""An operator's backend, compiled for a target at the shapes of a real model.
+"""Compile an operator's backend for a target at the shapes of a real model.
 
-A Pallas or plain JAX backend is called through the operator's front door with its name, and what
-the target's compiler made of it is read from the compiled text. A Triton backend (`gpu`) is traced
-with a recorder in its launcher's place, and each kernel that it would launch is compiled by Triton
-itself, whose ptxas says what it takes of a multiprocessor.
+A Pallas or plain JAX backend is called by name through the operator's public function, and its
+launches and memory are read from the compiled text. A Triton backend (`gpu`) is traced with a
+recorder in place of its launcher, and each recorded kernel is compiled by Triton itself, whose
+ptxas reports the registers and shared memory that it uses.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import jax
 
 from jaxinfer.kernels.triton_launch import TritonLaunch
 from jaxinfer.tools.compile_gate.collectives import collectives
-from jaxinfer.tools.compile_gate.matrix import Target
+from jaxinfer.tools.compile_gate.matrix import ChipTarget
 from jaxinfer.tools.compile_gate.target import Chip
 from jaxinfer.tools.compile_gate.text import (
-    Resources,
+    KernelResources,
     launches,
     mosaic_vmem,
-    parse,
+    parse_hlo,
     ptxas_resources,
 )
 from jaxinfer.tools.kernel_calls import call_of, record_launches, split_options
@@ -39,7 +39,7 @@ TRITON_BACKENDS = ("gpu",)
 
 
 def check_kernel(chip: Chip, triton: TritonCompiler | None, case: Case, backend: str) -> dict:
-    """Compile one case; seconds, launches and what it takes of the chip.
+    """Compile one case and return its compile time, launches and on-chip resources.
 
     Raises what the compiler raises, and `NotImplementedError` where the backend declines.
     """
@@ -50,7 +50,7 @@ def check_kernel(chip: Chip, triton: TritonCompiler | None, case: Case, backend:
     compiled = chip.compile(
         jax.jit(call_of(case, backend)), *chip.abstract((case.arguments, arrays))
     )
-    module = parse(compiled.text)
+    module = parse_hlo(compiled.text)
     result: dict[str, Any] = {
         "seconds": compiled.seconds,
         "cpu_seconds": compiled.cpu_seconds,
@@ -64,7 +64,7 @@ def check_kernel(chip: Chip, triton: TritonCompiler | None, case: Case, backend:
 
 
 def check_triton(chip: Chip, triton: TritonCompiler, case: Case, backend: str) -> dict[str, Any]:
-    """Compile each Triton kernel of a call to machine code and ask ptxas what it takes."""
+    """Compile each Triton kernel of a call to machine code and return what ptxas reports."""
     started, cpu_started = time.perf_counter(), processor_time()
     with chip.in_use():
         recorded = record_launches(case, backend)
@@ -92,26 +92,27 @@ def processor_time() -> float:
 
 
 class TritonCompiler:
-    """Compiles Triton kernels for one kind of GPU; each only once, however many calls launch it."""
+    """Compiles Triton kernels for one kind of GPU, each once, however many calls launch it."""
 
-    def __init__(self, target: Target):
-        # By name: Triton is no package that jaxinfer needs, and a type checker may not see it.
+    def __init__(self, target: ChipTarget):
+        # Triton is optional, and a type checker may not see it: it is imported by name.
         self.triton: Any = importlib.import_module("triton")
         gpu_target: Any = importlib.import_module("triton.backends.compiler").GPUTarget
         self.target = target
         self.gpu_target = gpu_target("cuda", target.compute_capability, 32)
-        self.block_limit = int(target.of_gpu("shared_memory_per_block_optin"))
-        self._done: dict[Any, list[Resources]] = {}
-        # Of its own: importing jax-triton takes Triton's away, and without any it does not compile.
+        self.block_limit = int(target.gpu_field("shared_memory_per_block_optin"))
+        self._done: dict[Any, list[KernelResources]] = {}
+        # Importing jax-triton removes Triton's cache folder, and Triton does not compile without
+        # one.
         self._cache = tempfile.TemporaryDirectory()
         self.triton.knobs.cache.dir = self._cache.name
 
-    def compile(self, launch: TritonLaunch) -> list[Resources]:
-        """`Resources` of one launch. Shared memory is Triton's own figure: it is dynamic, and ptxas
-        sees the static part alone.
+    def compile(self, launch: TritonLaunch) -> list[KernelResources]:
+        """Compile the kernel of one launch and return its resources.
 
-        Raises what Triton raises, and `ValueError` for more shared memory than a block can have,
-        which Triton finds out on a device only.
+        Shared memory is Triton's figure, since ptxas sees its static part only. Raises what Triton
+        raises, and `ValueError` for more shared memory than a block can have, which Triton itself
+        detects on a device only.
         """
         key = (
             launch.kernel,
@@ -123,7 +124,7 @@ class TritonCompiler:
             self._done[key] = self._compile(launch)
         return self._done[key]
 
-    def _compile(self, launch: TritonLaunch) -> list[Resources]:
+    def _compile(self, launch: TritonLaunch) -> list[KernelResources]:
         source = self.triton.compiler.ASTSource(
             fn=launch.kernel,
             signature=launch.signature,
@@ -140,11 +141,11 @@ class TritonCompiler:
                 f"{launch.kernel.__name__} takes {compiled.metadata.shared:,} bytes of shared "
                 f"memory; a block has {self.block_limit:,}"
             )
-        # Nothing was logged where the kernel came out of Triton's own cache on disk.
+        # A kernel that comes from Triton's cache on disk logs nothing.
         kernels = ptxas_resources(log.getvalue()) or self._assembled(compiled.asm["ptx"])
         return [dataclasses.replace(k, shared_bytes=compiled.metadata.shared) for k in kernels]
 
-    def _assembled(self, ptx: str) -> list[Resources]:
+    def _assembled(self, ptx: str) -> list[KernelResources]:
         suffix = "a" if (self.target.compute_capability or 0) >= 90 else ""
         ptxas = Path(self.triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
         with tempfile.TemporaryDirectory() as folder:

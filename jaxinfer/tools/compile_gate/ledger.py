@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxinfer.tools.compile_gate.matrix import Job, load_target
+from jaxinfer.tools.compile_gate.matrix import CompileJob, load_target
 
 HERE = Path(__file__).parent
 LEDGER = HERE / "ledger.json"
@@ -115,23 +115,23 @@ class Ledger:
                 figures[name] = round(figures[name], 1)
         self.entries[row["id"]] = {"inputs": inputs} | figures
 
-    def keep_only(self, jobs: Sequence[Job]) -> None:
+    def keep_only(self, jobs: Sequence[CompileJob]) -> None:
         """Forget rows that are no jobs any more."""
         known = {job.id for job in jobs}
         self.entries = {name: entry for name, entry in self.entries.items() if name in known}
 
-    def row(self, job: Job) -> Row:
+    def row(self, job: CompileJob) -> Row:
         """The recorded row, as the report reads it."""
         return {"id": job.id, "status": "compiled", "is_recorded": True} | self.entries[job.id]
 
-    def stale(self, jobs: Sequence[Job], inputs: Mapping[str, str]) -> list[Job]:
+    def stale(self, jobs: Sequence[CompileJob], inputs: Mapping[str, str]) -> list[CompileJob]:
         """The jobs that are not recorded, or whose hash in `inputs` is another by now."""
         return [job for job in jobs if self._recorded_inputs(job) != inputs[job.id]]
 
-    def _recorded_inputs(self, job: Job) -> str | None:
+    def _recorded_inputs(self, job: CompileJob) -> str | None:
         return self.entries.get(job.id, {}).get("inputs")
 
-    def seconds(self, jobs: Sequence[Job]) -> float:
+    def seconds(self, jobs: Sequence[CompileJob]) -> float:
         """Processor time that jobs took when they were recorded, together; of one that was not, its
         kind's median."""
         typical = dict(TYPICAL_SECONDS)
@@ -148,12 +148,12 @@ class Ledger:
         )
 
     def sample(
-        self, jobs: Sequence[Job], seed: str, *, seconds: float, longest: float
-    ) -> list[Job]:
-        """Jobs to compile again: in an order that `seed` decides, as many as took `seconds`
+        self, jobs: Sequence[CompileJob], seed: str, *, seconds: float, longest: float
+    ) -> list[CompileJob]:
+        """JobQueue to compile again: in an order that `seed` decides, as many as took `seconds`
         of processor time together, none of which took over `longest`."""
         order = lambda job: hashlib.sha256(f"{seed} {job.id}".encode()).digest()
-        chosen: list[Job] = []
+        chosen: list[CompileJob] = []
         for job in sorted(jobs, key=order):
             cost = self.seconds([job])
             if cost <= min(seconds, longest):

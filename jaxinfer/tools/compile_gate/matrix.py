@@ -1,4 +1,4 @@
-"""The compile gate's data: targets, what must compile on which, and the jobs that come of it."""
+"""The compile gate's data: targets, what must compile for each, and the resulting jobs."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ HERE = Path(__file__).parent
 MATRIX = HERE / "matrix.toml"
 TARGETS = HERE.parent / "targets"
 
-# What each backend of an operator is for; others run anywhere.
+# The platform of each backend of an operator; other backends run anywhere.
 BACKEND_PLATFORMS = {"tpu": "tpu", "gpu": "gpu", "hopper": "gpu"}
 
 # Chips for which a step of every structure is compiled.
 STRUCTURE_TARGETS = ("v5e", "h100")
 
-# Of one compile, by the clock. A whole model takes 10 to 40 s on two idle cores, a kernel under 10.
+# Wall-clock limits of one compile. A whole model takes 10 to 40 s on two idle cores, a kernel under
+# 10.
 KERNEL_SECONDS = 120
 STEP_SECONDS = 300
 
 
 @dataclasses.dataclass(frozen=True)
-class Target:
-    """A kind of chip to compile for; its file in `jaxinfer/tools/targets` gives the sources.
+class ChipTarget:
+    """A kind of chip to compile for; its file in `jaxinfer/tools/targets` cites the sources.
 
-    `memory_bytes` and rates are one device's; `usable_share` what a runtime hands out of the
-    memory. `shape`: chips along the axes of a TPU's slice, hosts and GPUs a host, or CPU devices;
-    None: one device alone.
+    `memory_bytes` and the rates are those of one device; `usable_share` is the fraction of the
+    memory that a runtime hands out. `shape` counts chips along the axes of a TPU slice, hosts and
+    GPUs per host, or CPU devices; None is one device alone.
     """
 
     name: str  # "v5e", or with its topology "v5e:4x4"
     platform: str  # "tpu", "gpu" or "cpu"
-    topology: str  # as the platform's compiler names it
+    topology: str  # in the form that the platform's compiler takes
     memory_bytes: int
     usable_share: float
     memory_rate: float  # bytes/s
@@ -61,9 +62,12 @@ class Target:
     def num_devices(self) -> int:
         return 1 if self.shape is None else math.prod(self.shape) * self.devices_per_chip
 
-    def at(self, topology: str) -> Target:
-        """These chips in a topology: "4x4" or "2x2x1" of a TPU, "8" or "2x8" (hosts x GPUs) of
-        GPUs; "1" is one device alone. `ValueError` says what would do."""
+    def at(self, topology: str) -> ChipTarget:
+        """These chips in a topology: "4x4" or "2x2x1" for a TPU, "8" or "2x8" (hosts x GPUs) for
+        GPUs; "1" is one device alone.
+
+        Raises `ValueError`, which gives an example, for a topology that the chip does not have.
+        """
         wanted = r"\d+(x\d+)*"
         shape = tuple(map(int, topology.split("x"))) if re.fullmatch(wanted, topology) else (0,)
         name = f"{self.chip}:{topology}"
@@ -88,13 +92,14 @@ class Target:
         )
 
     def runs(self, backend: str) -> bool:
-        """Whether a backend of that name is for this chip; one for no chip in particular is."""
+        """Whether this chip runs the backend of that name; a backend for no platform runs on
+        all."""
         if backend == "hopper":
             return (self.compute_capability or 0) >= 90
         return BACKEND_PLATFORMS.get(backend, self.platform) == self.platform
 
-    def of_gpu(self, field: str) -> float:
-        """A number of `target_config`, as `core_count`."""
+    def gpu_field(self, field: str) -> float:
+        """A number from `target_config`, such as `core_count`."""
         found = re.search(rf"\b{field}: ([0-9.]+)", self.target_config or "")
         if found is None:
             raise ValueError(f"targets/{self.chip}.toml has no {field}")
@@ -102,23 +107,24 @@ class Target:
 
     @property
     def device_kind(self) -> str:
-        """A GPU's name as its driver has it."""
+        """A GPU's name as its driver reports it."""
         found = re.search(r'device_description_str: "([^"]*)"', self.target_config or "")
         return found.group(1) if found else self.chip
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
-    """One row of the table: a kernel's case, a preset's step or a structure's, on a target."""
+class CompileJob:
+    """One row of the table: a kernel's case, a preset's step, or a structure's step, on a
+    target."""
 
-    target: str  # with its topology where that matters, as "v5e:4x4"
+    target: str  # with its topology where it has one, such as "v5e:4x4"
     kind: str  # "kernel", "step" or "structure"
-    name: str  # of the operator, the preset or the structure
-    values: dict[str, Any]  # kernel: backend, case; step: `check_step`'s; structure: nothing
+    name: str  # the operator, the preset or the structure
+    values: dict[str, Any]  # kernel: backend, case; step: arguments of `check_step`; else empty
 
     @property
     def id(self) -> str:
-        """As in `h100 paged_attention/gpu llama3_8b decode`."""
+        """Such as `h100 paged_attention/gpu llama3_8b decode`."""
         if self.kind == "step":
             return f"{self.target} {self.name}"
         if self.kind == "structure":
@@ -127,7 +133,7 @@ class Job:
 
     @property
     def seconds(self) -> int:
-        """How long each of its compiles may take."""
+        """The time limit of each of its compiles."""
         return KERNEL_SECONDS if self.kind == "kernel" else STEP_SECONDS
 
 
@@ -135,18 +141,25 @@ def target_names() -> list[str]:
     return sorted(path.stem for path in TARGETS.glob("*.toml"))
 
 
-def load_target(name: str) -> Target:
-    """By the name of a chip, with or without a topology: "v5e", "v5e:4x4". `ValueError` for one
-    that is not there."""
+def load_target(name: str) -> ChipTarget:
+    """Load a chip by its name, with or without a topology: "v5e", "v5e:4x4".
+
+    Raises `ValueError` for an unknown chip.
+    """
     chip, colon, topology = name.partition(":")
     if chip not in target_names():
         raise ValueError(f"no target {chip!r}; there are {', '.join(target_names())}")
-    target = Target(chip, **tomllib.loads((TARGETS / f"{chip}.toml").read_text(encoding="utf-8")))
+    target = ChipTarget(
+        chip, **tomllib.loads((TARGETS / f"{chip}.toml").read_text(encoding="utf-8"))
+    )
     return target.at(topology) if colon else target
 
 
 def load_matrix(path: Path = MATRIX) -> dict[str, Any]:
-    """The matrix; `ValueError` names everything in it that refers to nothing."""
+    """Read the matrix.
+
+    Raises `ValueError`, which names every reference in it to something that does not exist.
+    """
     matrix = tomllib.loads(path.read_text(encoding="utf-8"))
     problems = []
 
@@ -169,7 +182,10 @@ def load_matrix(path: Path = MATRIX) -> dict[str, Any]:
 
 
 def choose(flag: str, asked: str, known: Sequence[str]) -> list[str]:
-    """The names that `--flag=all`, `none` or `a,b` means; `ValueError` for an unknown one."""
+    """The names that `--flag=all`, `none` or `a,b` selects.
+
+    Raises `ValueError` for an unknown name.
+    """
     if asked in ("all", "none"):
         return list(known) if asked == "all" else []
     names = [name.strip() for name in asked.split(",") if name.strip()]
@@ -188,11 +204,11 @@ def jobs_for(
     cases: Mapping[str, Mapping[str, Any]],
     presets: Sequence[str],
     structures: Sequence[str] = (),
-) -> list[Job]:
-    """All that is asked of those chips, one after another; steps, the slow ones, first, those of
-    its topologies among them.
+) -> list[CompileJob]:
+    """List the jobs of the chips, one chip after another. Steps, which are slow, come first; they
+    include those of the chip's topologies.
 
-    `cases`: operator -> name -> `kernel_cases.Case`.
+    `cases` maps an operator to its `kernel_cases.Case` by name.
     """
     jobs = []
     for name in targets:
@@ -204,16 +220,18 @@ def jobs_for(
                     values = {"model": entry["model"], "is_whole": place in entry["whole"]}
                     if "most_gb" in entry:
                         values["most_bytes"] = entry["most_gb"] * 1e9
-                    jobs.append(Job(place, "step", preset, values))
+                    jobs.append(CompileJob(place, "step", preset, values))
         for mesh, entry in matrix.get("meshes", {}).items():
             if entry["preset"] in presets and entry["target"].partition(":")[0] == name:
                 values = {"preset": entry["preset"], "overrides": entry["set"], "is_whole": False}
                 values["model"] = matrix["presets"][entry["preset"]]["model"]
-                jobs.append(Job(entry["target"], "step", f"{entry['preset']} {mesh}", values))
+                jobs.append(
+                    CompileJob(entry["target"], "step", f"{entry['preset']} {mesh}", values)
+                )
         if name in STRUCTURE_TARGETS:
-            jobs += [Job(name, "structure", structure, {}) for structure in structures]
+            jobs += [CompileJob(name, "structure", structure, {}) for structure in structures]
         jobs += [
-            Job(name, "kernel", operator, {"backend": backend, "case": case_name})
+            CompileJob(name, "kernel", operator, {"backend": backend, "case": case_name})
             for operator, its_cases in cases.items()
             for case_name, case in its_cases.items()
             for backend in case.backends

@@ -1,4 +1,4 @@
-"""What the compile gate makes of its rows: verdicts against the recorded budgets, and the table."""
+"""The compile gate's verdicts against the recorded budgets, and its table."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxinfer.tools.compile_gate.matrix import Job
+from jaxinfer.tools.compile_gate.matrix import CompileJob
 
 BUDGETS = Path(__file__).parent / "budgets.json"
 
 Row = dict[str, Any]
-Budgets = Mapping[str, Mapping[str, float]]  # preset -> ... by job id: per_layer's names -> counts
+Budgets = Mapping[str, Mapping[str, float]]  # job id -> names of `per_layer` -> counts
 
 
 def load_budgets(path: Path = BUDGETS) -> dict[str, dict[str, float]]:
-    """Launches a layer that each step may take; empty where none were recorded."""
+    """The launches a layer that each step may take; empty where none were recorded."""
     return json.loads(path.read_text("utf-8")) if path.exists() else {}
 
 
 def record_budgets(rows: Sequence[Row], path: Path = BUDGETS) -> None:
-    """Write today's counts as the budget; those of steps that did not run stay."""
+    """Write the counts of `rows` as budgets; budgets of steps that did not run stay."""
     budgets = load_budgets(path)
     budgets |= {row["id"]: row["per_layer"] for row in rows if "per_layer" in row}
     path.write_text(json.dumps(budgets, indent=4, sort_keys=True) + "\n", "utf-8")
 
 
 def problems(row: Row, budgets: Budgets) -> list[str]:
-    """Why this row fails the gate; empty if it passes."""
+    """The reasons why a row fails the gate; empty if it passes."""
     if row["status"] != "compiled":
         return [f"{row['status']}: {row['reason']}"]
     found = []
@@ -55,8 +55,8 @@ def gib(num_bytes: float) -> str:
     return f"{num_bytes / 2**30:.2f}"
 
 
-def kernel_columns(job: Job, row: Row) -> list[str]:
-    """Cells of a kernel's line."""
+def kernel_columns(job: CompileJob, row: Row) -> list[str]:
+    """The columns of a kernel's line."""
     case = [job.target, f"{job.name}/{job.values['backend']}", job.values["case"]]
     if row["status"] != "compiled":
         return [*case, row["status"], "", "", ""]
@@ -72,8 +72,8 @@ def kernel_columns(job: Job, row: Row) -> list[str]:
             count["in_loops"]), "; ".join(chip), str(row.get("spills", 0))]  # fmt: skip
 
 
-def step_columns(job: Job, row: Row) -> list[str]:
-    """Cells of a step's line."""
+def step_columns(job: CompileJob, row: Row) -> list[str]:
+    """The columns of a step's line."""
     head = [job.target, job.name]
     if row["status"] != "compiled":
         return [*head, row["status"], *[""] * 8]
@@ -95,8 +95,8 @@ def step_columns(job: Job, row: Row) -> list[str]:
     ]
 
 
-def structure_columns(job: Job, row: Row) -> list[str]:
-    """Cells of a structure's line."""
+def structure_columns(job: CompileJob, row: Row) -> list[str]:
+    """The columns of a structure's line."""
     head = [job.target, job.name]
     if row["status"] != "compiled":
         return [*head, row["status"], *[""] * 3]
@@ -121,7 +121,7 @@ STRUCTURE_HEAD = ["target", "structure", "compiled", "layers", "launches", "temp
 
 
 def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Left-aligned columns."""
+    """Format lines as left-aligned columns below a head."""
     widths = [max(len(line[i]) for line in (head, *lines)) for i in range(len(head))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
@@ -130,12 +130,12 @@ def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def report(
-    jobs: Sequence[Job], rows: Sequence[Row], budgets: Budgets, failures: Mapping[str, str]
+    jobs: Sequence[CompileJob], rows: Sequence[Row], budgets: Budgets, failures: Mapping[str, str]
 ) -> tuple[str, bool]:
-    """The text to print, and whether everything passed.
+    """Return the text to print, and whether everything passed.
 
-    `failures` are those that no row tells, such as an operator whose cases could not be read: what
-    failed -> why.
+    `failures` maps what failed to why, for failures outside the rows, such as an operator whose
+    cases could not be read.
     """
     parts, pairs = [], list(zip(jobs, rows, strict=True))
     for kind, head, columns in (

@@ -1,5 +1,5 @@
-"""Runs the compile gate's jobs: two child processes share them, so that both cores are busy to the
-end and a compiler that crashes or hangs costs one row."""
+"""Run the compile gate's jobs in two child processes, so that both cores stay busy and a compiler
+that crashes or hangs costs one row."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from jaxinfer.tools.compile_gate.matrix import Job
-from jaxinfer.tools.fed_child import FedChild
+from jaxinfer.tools.compile_gate.matrix import CompileJob
+from jaxinfer.tools.job_process import JobProcess
 
 WORKER = Path(__file__).parent / "worker.py"
 NUM_CHILDREN = 2
 
-# No device is looked for, neither here nor by asking a cloud's metadata server for one; libtpu lets
-# one process in at a time unless it is told that several are meant; and nothing is interpreted.
+# The children look for no device, neither on this machine nor through a cloud's metadata server.
+# libtpu admits one process at a time unless it is told otherwise, and Triton must not interpret.
 ENVIRONMENT: dict[str, str | None] = {
     "JAX_PLATFORMS": "cpu",
     "JAX_ENABLE_COMPILATION_CACHE": "false",
@@ -34,16 +34,19 @@ ENVIRONMENT: dict[str, str | None] = {
 Row = dict[str, Any]
 
 
-class Jobs:
-    """The jobs that nobody has taken. Steps go first, the slow ones, since one left for last would
-    leave a core idle; then each child stays with a target, whose topology it has open."""
+class JobQueue:
+    """The jobs that are still to run.
 
-    def __init__(self, jobs: Sequence[Job]):
+    Steps go first, because a slow one at the end would leave a core idle. After that a child stays
+    with one target, whose topology it has already opened.
+    """
+
+    def __init__(self, jobs: Sequence[CompileJob]):
         self._left = sorted(jobs, key=lambda job: job.kind != "step")
         self._lock = threading.Lock()
 
-    def take(self, last: Job | None) -> Job | None:
-        """The next job for a child that did `last`; None: there are no more."""
+    def take(self, last: CompileJob | None) -> CompileJob | None:
+        """The next job for a child whose previous job was `last`; None where none is left."""
         with self._lock:
             if not self._left:
                 return None
@@ -51,13 +54,13 @@ class Jobs:
             if self._left[0].kind != "step":
                 open_here = last.target if last else ""
                 at_hand = (i for i, job in enumerate(self._left) if job.target == open_here)
-                # None left: from the end, where the other child is not.
+                # No job of that target is left: take one from the end, away from the other child.
                 index = next(at_hand, -1 if last else 0)
             return self._left.pop(index)
 
 
 def run_jobs(
-    jobs: Sequence[Job],
+    jobs: Sequence[CompileJob],
     on_row: Callable[[Row], None],
     worker: Path = WORKER,
     end: float = math.inf,
@@ -67,11 +70,11 @@ def run_jobs(
     The rows come in the order of `jobs`; `on_row` gets each as it is done. A job that was not begun
     by `end`, a moment of `time.monotonic`, has none.
     """
-    left, rows = Jobs(jobs), {}
+    left, rows = JobQueue(jobs), {}
     reporting = threading.Lock()
 
     def work() -> None:
-        with FedChild([sys.executable, worker], ENVIRONMENT) as child:
+        with JobProcess([sys.executable, worker], ENVIRONMENT) as child:
             job = left.take(None)
             while job is not None and time.monotonic() < end:
                 row = {"id": job.id} | child.ask(dataclasses.asdict(job), job.seconds)

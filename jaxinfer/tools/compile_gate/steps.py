@@ -1,4 +1,7 @@
-"""A preset's whole step, compiled for a target: bytes, fit, launches a layer, collectives."""
+"""Compile a preset's step for a target: memory, fit, launches a layer, collectives.
+
+A few layers are compiled of every preset, and all of them where the matrix says so (`is_whole`).
+"""
 
 from __future__ import annotations
 
@@ -23,31 +26,32 @@ from jaxinfer.parallel.sharded_model import ShardedModel
 from jaxinfer.sharding.mesh import device_groups
 from jaxinfer.tools.compile_gate.collectives import (
     collectives,
+    layer_collectives,
     layer_problems,
-    of_layer,
     per_layer,
     permutes_without_work,
 )
 from jaxinfer.tools.compile_gate.target import Chip, Compiled
-from jaxinfer.tools.compile_gate.text import first_reason, launches, layer_kernels, parse
+from jaxinfer.tools.compile_gate.text import first_reason, launches, layer_kernels, parse_hlo
 from jaxinfer.tools.compile_gate.weights import abstract_weights
-from jaxinfer.tools.planner.models import Named
+from jaxinfer.tools.planner.models import NamedModel
 
-# Two depths, of every stage, whose difference is layers alone: what a step does once drops out.
+# Layers a stage of two programs whose difference is layers alone: what a step does once cancels.
 SHALLOW, DEEP = 2, 4
 FEW_PAGES = 64
 VIEWS = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "copy", "stop_gradient")
-SHOWN_LAYER = 1  # neither the first nor the last of either
+SHOWN_LAYER = 1  # neither the first nor the last of either program
 
 
 class StepProgram:
     """The step of one model under one config on all devices of a chip's topology, with abstract
-    weights and state. Raises `MeshError` for a mesh that does not match the devices or the model.
+    weights and state.
 
-    With replicas (`mesh.data`) it is the step of the first. Bytes are one device's.
+    With replicas (`mesh.data`) it is the step of the first one. Bytes are those of one device.
+    Raises `MeshError` for a mesh that does not match the devices or the model.
     """
 
-    def __init__(self, chip: Chip, model: Named, config: EngineConfig):
+    def __init__(self, chip: Chip, model: NamedModel, config: EngineConfig):
         self.config = config
         self.named = model
         self.num_layers = model.config.num_layers
@@ -58,7 +62,8 @@ class StepProgram:
         self.chip = chip.over(mesh) if layout.num_devices > 1 else chip
         whole = FunctionalModel(model.family, model.config, numerics)
         self.model = ShardedModel(whole, layout, self.chip.mesh)
-        # Past the model's too: `planner.options` has asked the engine, once, so that it warns once.
+        # May exceed the model's limit: `planner.options` has checked it, so that the engine warns
+        # once.
         self.max_model_len = config.max_model_len or model.config.max_len
         self.weights = abstract_weights(self.chip, self.model, config.quantize)
         self.weight_bytes = sum(map(bytes_on_a_device, jax.tree.leaves(self.weights)))
@@ -69,7 +74,7 @@ class StepProgram:
         self.page_bytes = self.program.page_bytes
 
     def with_layers(self, per_stage: int) -> StepProgram:
-        """The same with so many layers a stage."""
+        """The same program with `per_stage` layers a stage."""
         part = self.named.with_layers(per_stage, self.model.num_stages)
         return StepProgram(self.chip, part, self.config)
 
@@ -78,7 +83,7 @@ class StepProgram:
         return StepShape.of_bucket(bucket, rows, page_size)
 
     def _call(self, bucket: int, num_pages: int) -> tuple[Any, dict[str, Any]]:
-        """Abstract arguments and static ones of the step of `bucket` tokens."""
+        """The abstract arguments and the static ones of the step of `bucket` tokens."""
         with self.chip.in_use():
             state = self.program.abstract_state(num_pages)
         if self.chip.mesh is None:
@@ -88,14 +93,14 @@ class StepProgram:
         return (self.weights, state, packed), {"program": self.program, "shape": shape}
 
     def compile(self, bucket: int, num_pages: int) -> Compiled:
-        """The step of `bucket` tokens over a pool of `num_pages`."""
+        """Compile the step of `bucket` tokens over a pool of `num_pages`."""
         arguments, static = self._call(bucket, num_pages)
         return self.chip.compile(programs.step, *arguments, options=compiler_options, **static)
 
     def num_operators(self, bucket: int) -> int:
-        """Operators in the step as it is written, in plain JAX: launches, if each were one."""
+        """Count the operators of the step in plain JAX: its launches if nothing were fused."""
         arguments, static = self._call(bucket, FEW_PAGES)
-        bare = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)  # not the chip's: no kernels of its
+        bare = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)  # on no chip: no kernels
         return _num_operators(
             programs.step.trace(*jax.tree.map(bare, arguments), **static).jaxpr.jaxpr
         )
@@ -104,19 +109,19 @@ class StepProgram:
 def check_step(
     chip: Chip,
     preset: str,
-    model: Named,
+    model: NamedModel,
     *,
     is_whole: bool,
     overrides: Sequence[str] = (),
     most_bytes: float | None = None,
 ) -> dict[str, Any]:
-    """Compile a preset's largest step, and in part its decode step; what they take and launch. It
-    fits where it takes no more than the chip has, or `most_bytes`.
+    """Compile a preset's largest step and its decode step; return their memory and launches.
 
-    A few layers tell the temporaries of the largest step and the pages that fit
-    (`memory_by_layers`). With `is_whole` the whole model's largest step is then compiled with all
-    those pages: the compiler itself says whether it fits. Of the decode step, one token a row, a
-    few layers are compiled, which tell the launches and the collectives a layer.
+    A few layers of the largest step give its temporaries and the pages that fit
+    (`memory_by_layers`). With `is_whole` the largest step of all layers is then compiled with all
+    those pages, so that the compiler itself decides whether it fits. Only a few layers of the
+    decode step, one token a row, are compiled; they give the launches and collectives a layer. A
+    step fits where it needs no more memory than the chip has, or than `most_bytes`.
     """
     config = load_config(preset, overrides)
     if config.dtype == "auto":
@@ -130,13 +135,13 @@ def check_step(
     if is_whole:
         try:
             compiles.append(whole.compile(config.buckets[-1], plan.num_pages))
-        except jax.errors.JaxRuntimeError as error:  # what else was found is worth having
+        except jax.errors.JaxRuntimeError as error:  # keep the other findings
             return found | {"status": "refused", "reason": first_reason(error)}
-        memory = memory_of(whole, plan, compiles[-1].memory())
+        memory = memory_account(whole, plan, compiles[-1].memory())
     if most_bytes is not None:
         memory |= {"limit": int(most_bytes), "fits": memory["total"] <= most_bytes}
-    module = parse(compiles[-1].text)
-    crossing = of_layer(module, SHOWN_LAYER)
+    module = parse_hlo(compiles[-1].text)
+    crossing = layer_collectives(module, SHOWN_LAYER)
     found["per_layer"]["collectives_of_largest"] = sum(kind["count"] for kind in crossing.values())
     found["per_layer"]["permutes_without_work"] = permutes_without_work(module, SHOWN_LAYER)
     found["collective_problems"] += [
@@ -154,7 +159,8 @@ def check_step(
 
 
 def _num_operators(jaxpr: Any) -> int:
-    """That compute something: no views, no scalars; those of inner functions among them."""
+    """Count the operators that compute something, those of inner functions included; views and
+    scalars do not count."""
     count = 0
     for equation in jaxpr.eqns:
         inner = [getattr(x, "jaxpr", x) for x in equation.params.values()]
@@ -166,8 +172,8 @@ def _num_operators(jaxpr: Any) -> int:
 
 
 def operators_per_layer(whole: StepProgram, bucket: int) -> int:
-    """What one more layer adds to the operators of the step on one device, all of them in plain
-    JAX: the launches of a layer of which nothing is fused, to hold beside `launches_per_layer`."""
+    """The operators that one more layer adds to the step on one device in plain JAX: a layer's
+    launches if nothing were fused, for comparison with `launches_per_layer`."""
     plain = dataclasses.replace(
         whole.config, attention_backend="reference", mesh=MeshConfig(), quantize=None
     )
@@ -178,14 +184,15 @@ def operators_per_layer(whole: StepProgram, bucket: int) -> int:
 
 
 def launches_per_layer(whole: StepProgram) -> dict[str, Any]:
-    """What one more layer adds to the decode step of a device, and the kernels of one layer."""
+    """The launches that one more layer adds to a device's decode step, and the kernels of a
+    layer."""
     config = whole.config
     rows = -(-config.scheduler.max_num_seqs // whole.model.num_stages)
     bucket = config.bucket_for(rows)
     modules, seconds, cpu_seconds = [], 0.0, 0.0
     for depth in (SHALLOW, DEEP):
         compiled = whole.with_layers(depth).compile(bucket, FEW_PAGES)
-        modules.append(parse(compiled.text))
+        modules.append(parse_hlo(compiled.text))
         seconds += compiled.seconds
         cpu_seconds += compiled.cpu_seconds
     shallow, deep = (launches(module).counts for module in modules)
@@ -206,8 +213,8 @@ def launches_per_layer(whole: StepProgram) -> dict[str, Any]:
 
 
 def _collective_problems(whole: StepProgram, crossing: dict[str, Any]) -> list[str]:
-    """Of a layer without experts whose heads are split and whose tokens are not, and whose sums are
-    made at once and exactly: anything but two of them. What others need is in their budgets."""
+    """Check the collectives of a layer under plain tensor parallelism: no experts, heads split,
+    tokens not split, exact sums without overlap. Other layers are held to their budgets."""
     layout = whole.model.layout
     is_plain = layout.all_reduce == "exact" and not layout.overlaps and layout.size("seq") == 1
     has_experts = any("experts" in spec.axes for spec in whole.model.parameters)
@@ -220,11 +227,12 @@ def _collective_problems(whole: StepProgram, crossing: dict[str, Any]) -> list[s
 def memory_by_layers(
     whole: StepProgram, part: StepProgram, memory: dict[str, int]
 ) -> tuple[MemoryPlan, dict[str, Any]]:
-    """The pages that fit, and the bytes of the largest step with all of them (`memory_of`), by the
-    `memory` of that of a few layers with one page; `ConfigError` where not one request fits.
+    """Extrapolate from `memory`, that of `part` (a few layers, one page), to the whole model.
 
-    Code grows with depth. Temporaries hardly do, since layers take turns in the same memory: of
-    llama31_70b_v5e16, 0.16 GiB at 4 layers a stage and 0.26 at all 80.
+    Returns the pages that fit and the bytes of the largest step with all of them
+    (`memory_account`). Raises `ConfigError` where not one request fits. Code grows with depth.
+    Temporaries hardly do, since layers reuse the same memory: those of llama31_70b_v5e16 take 0.16
+    GiB at 4 layers a stage and 0.26 at all 80.
     """
     other_state = memory["arguments"] - part.weight_bytes - part.page_bytes
     others = memory | {"code": memory["code"] * whole.num_layers // part.num_layers}
@@ -239,11 +247,11 @@ def memory_by_layers(
         limit=whole.chip.target.limit_bytes,
     )
     arguments = whole.weight_bytes + plan.cache_bytes + other_state
-    return plan, memory_of(whole, plan, others | {"arguments": arguments})
+    return plan, memory_account(whole, plan, others | {"arguments": arguments})
 
 
-def memory_of(whole: StepProgram, plan: MemoryPlan, parts: dict[str, int]) -> dict[str, Any]:
-    """Bytes of the largest step on one device, with all pages, from the compiler's account."""
+def memory_account(whole: StepProgram, plan: MemoryPlan, parts: dict[str, int]) -> dict[str, Any]:
+    """Bytes of the largest step on one device, with all pages, as the compiler reports them."""
     total, limit = sum(parts.values()), whole.chip.target.limit_bytes
     pages = plan.cache_bytes
     return {

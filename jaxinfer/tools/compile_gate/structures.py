@@ -1,7 +1,7 @@
-"""The layers of a model as published, compiled for a target: whether every kernel takes its shapes.
+"""Compile the layers of a published model for a target, to see that every kernel takes its shapes.
 
-Of the step, what a family decides: embedding, layers, head. Sampling is the same for all, and the
-presets' steps have it.
+The program is the part of a step that a family decides: embedding, layers, head. Sampling is the
+same for all families, and the presets' steps contain it.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from jaxinfer.models.functional import FunctionalModel
 from jaxinfer.nn.layers import Numerics
 from jaxinfer.nn.ragged import StepRows, ragged_batch
 from jaxinfer.tools.compile_gate.target import Chip
-from jaxinfer.tools.compile_gate.text import launches, parse
+from jaxinfer.tools.compile_gate.text import launches, parse_hlo
 
-# Decodes beside part of a prompt.
+# A batch of decoding rows and part of a prompt.
 NUM_TOKENS, NUM_ROWS = 64, 16
 PAGE_SIZE, NUM_PAGES, TABLE_WIDTH = 64, 64, 16
 
 
 @partial(jax.jit, static_argnames=("model",), donate_argnames=("pages",))
 def forward(weights, pages, token_ids, q_start, kv_len, page_table, *, model):
-    """Logits of the rows' last tokens, and the pages."""
+    """Return the logits of the rows' last tokens, and the pages."""
     rows = StepRows(q_start, kv_len, page_table, jnp.zeros_like(kv_len), min_rope_len=kv_len)
     batch = ragged_batch(rows, NUM_TOKENS, page_size=PAGE_SIZE, num_pages=NUM_PAGES)
     decoder = model.merge(weights)
@@ -40,7 +40,7 @@ def forward(weights, pages, token_ids, q_start, kv_len, page_table, *, model):
 
 
 def check_structure(chip: Chip, structure: Mapping[str, Any]) -> dict[str, Any]:
-    """Compile one small step of a table of `[structures]` in the matrix."""
+    """Compile one small step of an entry of `[structures]` in the matrix."""
     config = {key: value for key, value in structure.items() if key != "like"}
     family = HF_FAMILIES[config["model_type"]]
     numerics = Numerics(np.dtype(jnp.bfloat16))
@@ -61,5 +61,5 @@ def check_structure(chip: Chip, structure: Mapping[str, Any]) -> dict[str, Any]:
         "cpu_seconds": compiled.cpu_seconds,
         "num_layers": model.config.num_layers,
         "temporaries": compiled.memory()["temporaries"],
-        "launches": dataclasses.asdict(launches(parse(compiled.text))),
+        "launches": dataclasses.asdict(launches(parse_hlo(compiled.text))),
     }

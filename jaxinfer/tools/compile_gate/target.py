@@ -1,4 +1,4 @@
-"""Chips that are not here: their abstract devices, and compiling a program for them."""
+"""Chips that this machine lacks: their abstract devices, and compilation for them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jax.sharding import (
     SingleDeviceSharding,
 )
 
-from jaxinfer.tools.compile_gate.matrix import Target
+from jaxinfer.tools.compile_gate.matrix import ChipTarget
 from jaxinfer.tools.compile_gate.text import first_reason
 
 LOWERING_PLATFORMS = {"tpu": "tpu", "gpu": "cuda", "cpu": "cpu"}
@@ -28,18 +28,18 @@ LOWERING_PLATFORMS = {"tpu": "tpu", "gpu": "cuda", "cpu": "cpu"}
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A program as the target's compiler made it."""
+    """A program compiled by the target's compiler."""
 
     program: Any  # jax.stages.Compiled
-    seconds: float  # compiling alone, without tracing and lowering
-    cpu_seconds: float  # the same, of all threads: it does not depend on what else runs
+    seconds: float  # wall time of compiling alone, without tracing and lowering
+    cpu_seconds: float  # processor time of the same, all threads
 
     @property
     def text(self) -> str:
         return self.program.as_text()
 
     def memory(self) -> dict[str, int]:
-        """Bytes on the device; `results` are those that do not lie in an argument's memory."""
+        """Bytes on the device; `results` excludes those that reuse an argument's memory."""
         analysis = self.program.memory_analysis()
         return {
             "arguments": analysis.argument_size_in_bytes,
@@ -50,26 +50,25 @@ class Compiled:
 
 
 class Chip:
-    """The devices of a target, to compile for: one, or with `over` a mesh of them. Nothing is
-    allocated, nothing runs.
+    """The devices of a target to compile for: one, or with `over` a mesh of them.
 
-    `on_compile` is called before each compile.
+    Nothing is allocated and nothing runs. `on_compile` is called before each compile.
     """
 
-    def __init__(self, target: Target, on_compile: Callable[[], None] = lambda: None):
+    def __init__(self, target: ChipTarget, on_compile: Callable[[], None] = lambda: None):
         self.target = target
         self.on_compile = on_compile
         self.devices: list[Any] = _devices(target)
         self.mesh: Mesh | None = None
 
     def over(self, mesh: Mesh) -> Chip:
-        """The same chip, programs now being for all devices of `mesh`, which are some of its."""
+        """The same chip, whose programs run on all devices of `mesh`, a subset of its own."""
         other = copy.copy(self)
         other.mesh = mesh
         return other
 
     def alone(self) -> Chip:
-        """The same chip, programs now being for its first device."""
+        """The same chip, whose programs run on its first device."""
         other = copy.copy(self)
         other.devices, other.mesh = self.devices[:1], None
         return other
@@ -80,13 +79,13 @@ class Chip:
 
     @property
     def num_cores(self) -> int:
-        """TensorCores, or multiprocessors."""
+        """The number of TensorCores or multiprocessors."""
         name = "num_cores" if self.target.platform == "tpu" else "core_count"
         return getattr(self.device, name, None) or 1
 
     def abstract(self, tree: Any, shardings: Any = None) -> Any:
-        """The shapes of `tree` as arguments that lie on the chip: by `shardings`, a tree like it,
-        or whole on every device."""
+        """The shapes of `tree` as arguments on the chip, placed by `shardings`, a tree of the same
+        structure, or replicated on every device."""
         if shardings is None:
             everywhere = SingleDeviceSharding(self.device)
             if self.mesh is not None:
@@ -97,7 +96,7 @@ class Chip:
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """Tracing inside is for this chip: `jaxinfer.kernels.dispatch.platform` says so."""
+        """Trace for this chip: `jaxinfer.kernels.dispatch.platform` reads the abstract mesh."""
         if self.mesh is not None:
             mesh = self.mesh.abstract_mesh
         else:
@@ -117,8 +116,8 @@ class Chip:
         options: Callable[[], dict[str, Any]] = dict,
         **static: Any,
     ) -> Compiled:
-        """Compile a jitted function for arguments that `abstract` made; `options` tells, while the
-        chip is in use, what its compiler gets."""
+        """Compile a jitted function for arguments that `abstract` made. `options` returns the
+        compiler's options; it is called while the chip is in use."""
         lowering = LOWERING_PLATFORMS[self.target.platform]
         with self.in_use():
             self.on_compile()
@@ -129,9 +128,11 @@ class Chip:
         return Compiled(program, seconds, time.process_time() - cpu_started)
 
 
-def _devices(target: Target) -> list[Any]:
-    """All of its topology's, or the first alone. `ValueError` for a topology that its compiler
-    does not take, in its words."""
+def _devices(target: ChipTarget) -> list[Any]:
+    """The devices of the target's topology, or the first one alone.
+
+    Raises `ValueError`, with the compiler's message, for a topology that it does not accept.
+    """
     if target.platform == "cpu":
         devices = jax.devices("cpu")
         if len(devices) < target.num_devices:

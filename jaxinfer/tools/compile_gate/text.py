@@ -1,9 +1,10 @@
-"""What a compiler's texts say: kernels launched, loops, memory on the chip, spills.
+"""Parsers of compilers' output: kernels launched, loops, on-chip memory, register spills.
 
 An XLA module's text (`compiled.as_text()`) is a list of computations of instructions; the entry
 computation runs from top to bottom. A *launch* is an instruction that starts work on the device: a
-fusion, a custom call (a Pallas or Triton kernel), a product, a copy, a sort. Free are parameters,
-constants, tuples, bitcasts, ends of asynchronous pairs, and scalars that no kernel computes.
+fusion, a custom call (a Pallas or Triton kernel), a product, a copy, a sort. Parameters, constants,
+tuples, bitcasts, the ends of asynchronous pairs, and scalars that no kernel computes launch
+nothing.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ _DEVICES = re.compile(r"^HloModule .*?\b(num_partitions|replica_count)=(\d+)", r
 
 
 @dataclasses.dataclass(frozen=True)
-class Instruction:
+class HloInstruction:
+    """One instruction of a compiled program's text."""
+
     name: str
     opcode: str
     type: str
@@ -60,18 +63,19 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """Where in the traced program it comes from, as `jit(_step)/block_1/...`."""
+        """Its origin in the traced program, such as `jit(_step)/block_1/...`."""
         found = re.search(r'op_name="([^"]*)"', self.rest)
         return found.group(1) if found else ""
 
     @property
     def call_target(self) -> str:
-        """Of a custom call: what is called."""
+        """The target of a custom call; empty for other instructions."""
         found = re.search(r'custom_call_target="([^"]*)"', self.rest)
         return found.group(1) if found else ""
 
     def called(self, attribute: str) -> str:
-        """The computation that is its `body`, `condition`, `calls` or `to_apply`; empty if none."""
+        """The computation named by an attribute (`body`, `condition`, `calls`, `to_apply`), or
+        ""."""
         return next((name for key, name in _CALLED.findall(self.rest) if key == attribute), "")
 
     @property
@@ -84,26 +88,26 @@ class Instruction:
 
 
 @dataclasses.dataclass(frozen=True)
-class Module:
-    """A compiled program: its computations by name, the one it starts with, and how many devices
-    it runs on."""
+class HloModule:
+    """A compiled program: its computations by name, its entry computation, and the number of
+    devices it runs on."""
 
     entry: str
-    computations: dict[str, list[Instruction]]
+    computations: dict[str, list[HloInstruction]]
     num_devices: int = 1
 
-    def instructions(self) -> Iterator[Instruction]:
+    def instructions(self) -> Iterator[HloInstruction]:
         for computation in self.computations.values():
             yield from computation
 
 
 @dataclasses.dataclass(frozen=True)
 class Launches:
-    """Of one run of a program or of a part of it."""
+    """The number of launches in one run of a program, or of a part of it."""
 
-    straight: int = 0  # always run; loops of known length multiplied out
-    loops: int = 0  # whose number of turns depends on the data
-    in_loops: int = 0  # if each of those loops takes one turn
+    straight: int = 0  # outside loops of unknown length; known loops are multiplied out
+    loops: int = 0  # loops whose trip count depends on the data
+    in_loops: int = 0  # launches in those loops, one iteration each
 
     def __add__(self, other: Launches) -> Launches:
         return Launches(*map(sum, zip(self.counts, other.counts, strict=True)))
@@ -113,9 +117,12 @@ class Launches:
         return dataclasses.astuple(self)
 
 
-def parse(text: str) -> Module:
-    """The module of `compiled.as_text()`; `ValueError` if it has no entry computation."""
-    computations: dict[str, list[Instruction]] = {}
+def parse_hlo(text: str) -> HloModule:
+    """Parse `compiled.as_text()`.
+
+    Raises `ValueError` where the text has no entry computation.
+    """
+    computations: dict[str, list[HloInstruction]] = {}
     entry, current = "", None
     for line in text.splitlines():
         if header := _HEADER.match(line):
@@ -126,15 +133,15 @@ def parse(text: str) -> Module:
         elif current is not None and (found := _INSTRUCTION.match(line)):
             type_text, rest = _split_type(found.group(2))
             if opcode := _OPCODE.match(rest):
-                current.append(Instruction(found.group(1), opcode.group(1), type_text, rest))
+                current.append(HloInstruction(found.group(1), opcode.group(1), type_text, rest))
     if not entry:
         raise ValueError("no ENTRY computation in the text; is it an XLA module's?")
     num_devices = _DEVICES.search(text)
-    return Module(entry, computations, int(num_devices.group(2)) if num_devices else 1)
+    return HloModule(entry, computations, int(num_devices.group(2)) if num_devices else 1)
 
 
 def _split_type(text: str) -> tuple[str, str]:
-    """`f32[2]{0} add(...)` or `(f32[2], s32[]) while(...)`: the result's type, and what follows."""
+    """Split `f32[2]{0} add(...)` or `(f32[2], s32[]) while(...)` after the result's type."""
     if not text.startswith("("):
         type_text, _, rest = text.partition(" ")
         return type_text, rest
@@ -146,22 +153,22 @@ def _split_type(text: str) -> tuple[str, str]:
     return text, ""
 
 
-def launches(module: Module, computation: str | None = None) -> Launches:
-    """Launches of the program, or of one of its computations; of a conditional's branches the
-    longest counts."""
+def launches(module: HloModule, computation: str | None = None) -> Launches:
+    """Count the launches of the program, or of one of its computations. The longest branch of a
+    conditional counts."""
     total = Launches()
     for instruction in module.computations.get(computation or module.entry, ()):
-        total += _of_instruction(module, instruction)
+        total += _instruction_launches(module, instruction)
     return total
 
 
-def _of_instruction(module: Module, instruction: Instruction) -> Launches:
+def _instruction_launches(module: HloModule, instruction: HloInstruction) -> Launches:
     opcode = instruction.opcode
     if opcode == "while":
         body = launches(module, instruction.called("body"))
         body += launches(module, instruction.called("condition"))
-        if (turns := trip_count(instruction)) is not None:
-            return Launches(turns * body.straight, body.loops, body.in_loops)
+        if (count := trip_count(instruction)) is not None:
+            return Launches(count * body.straight, body.loops, body.in_loops)
         return Launches(0, 1 + body.loops, body.straight + body.in_loops)
     if opcode == "conditional":
         branches = [launches(module, name) for name in instruction.branches]
@@ -172,17 +179,18 @@ def _of_instruction(module: Module, instruction: Instruction) -> Launches:
     return Launches(straight=1) if is_launch(instruction) else Launches()
 
 
-def trip_count(loop: Instruction) -> int | None:
-    """How often a `while` turns, where the compiler knows."""
+def trip_count(loop: HloInstruction) -> int | None:
+    """The number of iterations of a `while`; None where the compiler does not know it."""
     known = _TRIPS.search(loop.rest)
     return int(known.group(1)) if known else None
 
 
-def is_launch(instruction: Instruction) -> bool:
+def is_launch(instruction: HloInstruction) -> bool:
+    """Whether the instruction starts work on the device."""
     opcode = instruction.opcode
     if opcode in FREE or opcode.endswith(("-done", "-update")):
         return False
-    if opcode in ("copy-start", "slice-start"):  # a transfer beside the kernels
+    if opcode in ("copy-start", "slice-start"):  # a transfer that overlaps with kernels
         return False
     if opcode == "custom-call":
         return instruction.call_target not in FREE_CALLS
@@ -190,8 +198,9 @@ def is_launch(instruction: Instruction) -> bool:
     return opcode in KERNELS_OF_ANY_SIZE or not is_scalar
 
 
-def layer_kernels(module: Module, layer: int) -> list[dict[str, object]]:
-    """The launches and loops of a layer's straight line, in order: name, shape, what is inside."""
+def layer_kernels(module: HloModule, layer: int) -> list[dict[str, object]]:
+    """The launches and loops of a layer outside loops, in order, each with its name, shape and
+    operations."""
     kernels = []
     for instruction in module.computations[module.entry]:
         if f"block_{layer}/" not in instruction.op_name:
@@ -211,7 +220,7 @@ def layer_kernels(module: Module, layer: int) -> list[dict[str, object]]:
     return kernels
 
 
-def _inside(module: Module, instruction: Instruction) -> Iterator[Instruction]:
+def _inside(module: HloModule, instruction: HloInstruction) -> Iterator[HloInstruction]:
     name = instruction.called("calls") or instruction.called("body")
     for inner in module.computations.get(name, ()):
         yield inner
@@ -220,7 +229,7 @@ def _inside(module: Module, instruction: Instruction) -> Iterator[Instruction]:
 
 
 def array_bytes(type_text: str) -> list[int]:
-    """Bytes of each array in a type's text, in order."""
+    """The sizes in bytes of the arrays in a type's text, in order."""
     sizes = []
     for dtype, dims in _ARRAY.findall(type_text):
         digits = re.search(r"\d+", dtype)
@@ -230,8 +239,8 @@ def array_bytes(type_text: str) -> list[int]:
     return sizes
 
 
-def mosaic_vmem(module: Module) -> list[int]:
-    """Bytes of VMEM that each Pallas TPU kernel takes, as the compiler notes beside its call."""
+def mosaic_vmem(module: HloModule) -> list[int]:
+    """Bytes of VMEM that each Pallas TPU kernel uses, as the compiler annotates its call."""
     used = []
     for instruction in module.instructions():
         if instruction.call_target == "tpu_custom_call":
@@ -242,23 +251,23 @@ def mosaic_vmem(module: Module) -> list[int]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Resources:
-    """What ptxas says of a kernel."""
+class KernelResources:
+    """The resources that ptxas reports for a kernel."""
 
     kernel: str
     registers: int
     shared_bytes: int
-    spill_bytes: int  # stores and loads
+    spill_bytes: int  # stored and loaded
 
 
-def ptxas_resources(text: str) -> list[Resources]:
-    """Every kernel in the output of `ptxas -v`."""
+def ptxas_resources(text: str) -> list[KernelResources]:
+    """The resources of every kernel in the output of `ptxas -v`."""
     parts = re.split(r"Compiling entry function '([^']+)'", text)[1:]
     kernels = []
     for name, part in zip(parts[::2], parts[1::2], strict=True):
         number = lambda pattern, part=part: sum(map(int, re.findall(pattern, part)))
         kernels.append(
-            Resources(
+            KernelResources(
                 name,
                 number(r"Used (\d+) registers"),
                 number(r"(\d+) bytes smem"),
@@ -269,7 +278,7 @@ def ptxas_resources(text: str) -> list[Resources]:
 
 
 def xla_spills(log: str) -> dict[str, int]:
-    """Kernel -> bytes spilled, from XLA's warnings while it compiled for a GPU."""
+    """Bytes spilled by each kernel, from the warnings that XLA logs while it compiles for a GPU."""
     spills: dict[str, int] = {}
     for line in log.splitlines():
         if "spill" in line.lower() and (name := re.search(r"function '([^']+)'", line)):
@@ -279,7 +288,7 @@ def xla_spills(log: str) -> dict[str, int]:
 
 
 def first_reason(error: BaseException | str, limit: int = 300) -> str:
-    """An error's first telling line, without a compiler's trailing pages."""
+    """The first nonempty line of an error, cut to `limit` characters."""
     lines = (line.strip() for line in str(error).splitlines())
     text = next((line for line in lines if line), type(error).__name__)
     return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,4 +1,4 @@
-"""A model's weights as arguments of a program that is only compiled: shapes, types, shardings."""
+"""A model's weights as abstract arguments of a program: shapes, types, shardings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from jaxinfer.tools.compile_gate.target import Chip
 
 
 def abstract_weights(chip: Chip, model: ShardedModel, kind: str | None) -> Weights:
-    """All of them as `EngineConfig.quantize` says, in the order of `model.parameters`."""
+    """The weights, quantized as `kind` (`EngineConfig.quantize`) says, in the order of
+    `model.parameters`."""
     with chip.in_use():
         return tuple(_abstract(chip, target, kind) for target in load_targets(model))
 

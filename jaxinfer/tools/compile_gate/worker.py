@@ -1,12 +1,12 @@
-"""The child process of the compile gate: compiles the jobs that it is fed (`fed_child.py`).
+"""The child process of the compile gate, which compiles the jobs it receives (`job_process.py`).
 
-It tells of each compile as it begins, so that each has its time. A row's status is one of
+It reports each compile as it begins, so that each has the full time limit. The status of a row is
 
-    compiled    with what was found
-    declined    the backend says that it does not take such a case
-    refused     the compiler, or the program on the way to it, failed; `reason` is its own
+    compiled    with its figures
+    declined    the backend does not support the case
+    refused     the compiler failed, or tracing did; `reason` is the message
 
-and of the parent: crashed, timed out.
+or, from the parent, "crashed" or "timed out".
 """
 
 from __future__ import annotations
@@ -21,35 +21,37 @@ from typing import Any
 
 from jaxinfer.tools import kernel_cases
 from jaxinfer.tools.compile_gate.kernels import TritonCompiler, check_kernel, processor_time
-from jaxinfer.tools.compile_gate.matrix import Job, load_matrix, load_target
+from jaxinfer.tools.compile_gate.matrix import CompileJob, load_matrix, load_target
 from jaxinfer.tools.compile_gate.steps import check_step
 from jaxinfer.tools.compile_gate.structures import check_structure
 from jaxinfer.tools.compile_gate.target import Chip
 from jaxinfer.tools.compile_gate.text import first_reason, xla_spills
-from jaxinfer.tools.fed_child import serve
-from jaxinfer.tools.planner.models import from_table
+from jaxinfer.tools.job_process import serve_jobs
+from jaxinfer.tools.planner.models import model_from_table
 
 
-class Worker:
-    """What one process keeps between its jobs: topologies, kernels compiled, the cases."""
+class CompileWorker:
+    """The state that a process keeps between jobs: topologies, compiled kernels, cases."""
 
     def __init__(self) -> None:
         self.matrix = load_matrix()
-        self.tell: Callable[[dict[str, Any]], None] = lambda event: None
+        self.send_event: Callable[[dict[str, Any]], None] = lambda event: None
         self.chip = functools.cache(self._chip)
         self.triton = functools.cache(lambda name: TritonCompiler(load_target(name)))
         self.cases = functools.cache(kernel_cases.load)
 
     def _chip(self, name: str) -> Chip:
-        return Chip(load_target(name), lambda: self.tell({"compiling": name}))
+        return Chip(load_target(name), lambda: self.send_event({"compiling": name}))
 
-    def run(self, job: Job) -> dict[str, Any]:
-        """What a job found."""
+    def run(self, job: CompileJob) -> dict[str, Any]:
+        """Run a job and return its figures."""
         chip = self.chip(job.target)
         if job.kind == "step":
             values = dict(job.values)
             name, preset = values.pop("model"), values.pop("preset", job.name)
-            return check_step(chip, preset, from_table(name, self.matrix["models"][name]), **values)
+            return check_step(
+                chip, preset, model_from_table(name, self.matrix["models"][name]), **values
+            )
         if job.kind == "structure":
             return check_structure(chip, self.matrix["structures"][job.name])
         case = self.cases(job.name)[job.values["case"]]
@@ -57,16 +59,16 @@ class Worker:
         return check_kernel(chip, triton, case, job.values["backend"])
 
     def handle(
-        self, values: dict[str, Any], tell: Callable[[dict[str, Any]], None]
+        self, values: dict[str, Any], send_event: Callable[[dict[str, Any]], None]
     ) -> dict[str, Any]:
-        """Run a job of any kind: its row, with compilers' warnings of spills and the processor
-        time of all of it, tracing included."""
-        self.tell = tell
+        """Run a job of any kind and return its row, with the spills that compilers warn of and the
+        processor time, tracing included."""
+        self.send_event = send_event
         started = processor_time()
         found: dict[str, Any]
         with _StderrToFile() as log:
             try:
-                found = {"status": "compiled", **self.run(Job(**values))}
+                found = {"status": "compiled", **self.run(CompileJob(**values))}
             except NotImplementedError as why:
                 reason = first_reason(" ".join(str(why).split()), 600)
                 found = {"status": "declined", "reason": reason}
@@ -83,14 +85,14 @@ class Worker:
 
 
 def _root(error: BaseException) -> BaseException:
-    """What a Triton error comes from: its own text is a place in a kernel, once for every call."""
+    """The cause of a Triton error, whose own text is only a line in a kernel, once per call."""
     while type(error).__name__ == "CompilationError" and error.__cause__ is not None:
         error = error.__cause__
     return error
 
 
 class _StderrToFile:
-    """Collects what this process, its C++ libraries included, writes to standard error."""
+    """Collects what this process and its C++ libraries write to standard error."""
 
     text = ""
 
@@ -108,8 +110,8 @@ class _StderrToFile:
         self._file.seek(0)
         self.text = self._file.read().decode("utf-8", "replace")
         self._file.close()
-        sys.stderr.write(self.text)  # the parent keeps its end, for a crash's last words
+        sys.stderr.write(self.text)  # the parent reports the end of it after a crash
 
 
 if __name__ == "__main__":
-    serve(Worker().handle)
+    serve_jobs(CompileWorker().handle)

@@ -14,7 +14,7 @@ without the options that the engine gives XLA; PyTorch's time for the same cases
 peer. Percentages are of what the device gave in this run.
 
 JAX has no device events: a call's time is that of many calls in one program, less the same program
-with two (`device_checks/timing.py`). PyTorch is timed by CUDA events, in a process of its own.
+with two (`device_check/timing.py`). PyTorch is timed by CUDA events, in a process of its own.
 
 Everything runs in child processes under a watchdog: what hangs is killed, and the table says so.
 Exits with 1 if anything disagrees or could not be measured; a case that is no headline may be left
@@ -66,8 +66,8 @@ def load_cases(
         except ValueError as error:
             rows.append(row | {"status": "broken", "reason": str(error)})
             continue
-        fitting = plan.in_order(cases, platform)
-        found[name] = plan.in_order(cases, platform, CASES.value)
+        fitting = plan.headlines_first(cases, platform)
+        found[name] = plan.headlines_first(cases, platform, CASES.value)
         if left := len(fitting) - len(found[name]):
             print(f"{name}: {left} of {len(fitting)} cases are not asked for (--cases)")
     return found, rows
@@ -76,31 +76,31 @@ def load_cases(
 def run(names: list[str], folders: list[str]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """All rows, and what the device gives."""
     from jaxinfer.tools.device_check import plan, table
-    from jaxinfer.tools.fed_child import FedChild
+    from jaxinfer.tools.job_process import JobProcess
 
-    rehearse, clock = REHEARSE.value, plan.Clock(60 * MINUTES.value)
-    command = [sys.executable, "-m", "device_checks.worker"]
+    rehearse, budget = REHEARSE.value, plan.TimeBudget(60 * MINUTES.value)
+    command = [sys.executable, "-m", "jaxinfer.tools.device_check.worker"]
     settings = environment(folders, rehearse=rehearse)
     cases, broken = load_cases(names, "gpu", rehearse=rehearse)
     reserved = 0.0
     if not rehearse:
         reserved += plan.ENGINE_RESERVE * ENGINE.value + plan.PEER_RESERVE * PEERS.value
-        reserved = min(reserved, clock.left() / 2)
-    with FedChild(command, settings) as child:
+        reserved = min(reserved, budget.left() / 2)
+    with JobProcess(command, settings) as child:
         job = {"kind": "ceilings", "rehearse": rehearse}
-        ceilings = clock.ask(child, job, plan.CEILING_SECONDS)
+        ceilings = budget.ask(child, job, plan.CEILING_SECONDS)
         kernels = plan.kernel_rows(cases, "gpu")
         if ceilings["status"] == "measured":
-            plan.check_kernels(child, clock, kernels, rehearse, reserved)
+            plan.check_kernels(child, budget, kernels, rehearse, reserved)
     if ceilings["status"] != "measured":  # there is no device to go on with
         return [{"kind": "ceilings", "name": "the device", **ceilings}], {}
     rows = [*broken, *kernels]
     if ENGINE.value:
-        with FedChild(command, settings) as child:
-            rows += plan.check_engine(child, clock, rehearse, min(reserved, plan.PEER_RESERVE))
+        with JobProcess(command, settings) as child:
+            rows += plan.check_engine(child, budget, rehearse, min(reserved, plan.PEER_RESERVE))
     if PEERS.value:
-        with FedChild(command, settings) as child:
-            plan.check_peers(child, clock, kernels, rehearse)
+        with JobProcess(command, settings) as child:
+            plan.check_peers(child, budget, kernels, rehearse)
     for row in rows:
         table.judge(row, {} if rehearse else ceilings)
     return rows, ceilings

@@ -28,7 +28,7 @@ from jaxinfer.models.decoder import DecoderConfig
 from jaxinfer.models.functional import FunctionalModel, Weights
 from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.tools.compile_gate.matrix import load_matrix
-from jaxinfer.tools.planner.models import from_table
+from jaxinfer.tools.planner.models import model_from_table
 
 MODEL = "llama3_8b"
 TINY = {
@@ -50,7 +50,7 @@ STARVED = 0.9  # of the time spent in calls: then they are what takes it
 
 
 @dataclasses.dataclass(frozen=True)
-class Bench:
+class EngineBench:
     """A model with its weights, and the sizes of what is run."""
 
     model: FunctionalModel
@@ -66,14 +66,14 @@ class Bench:
         return CHUNK_TINY if self.is_tiny else CHUNK
 
 
-def bench_for(job: dict[str, Any]) -> Bench:
+def bench_for(job: dict[str, Any]) -> EngineBench:
     """Llama-3-8B in bfloat16, or in a rehearsal a tiny model in float32; weights are random."""
     shape = TINY if job["rehearse"] else load_matrix()["models"][MODEL]
     dtype: Any = "float32" if job["rehearse"] else "bfloat16"
     numerics = numerics_for(EngineConfig(dtype=dtype))
-    named = from_table(MODEL, shape)
+    named = model_from_table(MODEL, shape)
     model = FunctionalModel(named.family, named.config, numerics)
-    return Bench(model, random_weights(model), job["rehearse"])
+    return EngineBench(model, random_weights(model), job["rehearse"])
 
 
 def random_weights(model: FunctionalModel) -> Weights:
@@ -92,7 +92,7 @@ def _draw(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     return (jax.random.normal(key, shape, jnp.float32) * shape[0] ** -0.5).astype(dtype)
 
 
-def engine_for(bench: Bench, rows: int, num_tokens: int) -> Engine:
+def engine_for(bench: EngineBench, rows: int, num_tokens: int) -> Engine:
     """An engine of `rows` rows of `num_tokens` each, warmed up; it has two steps: one token a row,
     and a chunk of prompts."""
     chunk = bench.chunk
@@ -124,7 +124,7 @@ class Decoded(NamedTuple):
     num_read: float  # cached tokens that a step in the middle read
 
 
-def _decoded(bench: Bench, rows: int, prompt_len: int) -> Decoded:
+def _decoded(bench: EngineBench, rows: int, prompt_len: int) -> Decoded:
     """After `WARM_STEPS` and `STEPS` of one token for each of `rows` rows."""
     # Those whose prompt is done decode on while the others' are computed.
     prefill_steps = -(-rows * prompt_len // (bench.chunk - rows)) + 2
@@ -149,7 +149,7 @@ def _decoded(bench: Bench, rows: int, prompt_len: int) -> Decoded:
     return Decoded(engine, plans[-1], total[WARM_STEPS:], host[WARM_STEPS:], num_read)
 
 
-def decode(bench: Bench, rows: int, prompt_len: int) -> dict[str, Any]:
+def decode(bench: EngineBench, rows: int, prompt_len: int) -> dict[str, Any]:
     """Seconds of a step that decodes one token for each of `rows` rows, with all that the host does
     and of the device alone; the floor's bytes.
 
@@ -172,7 +172,7 @@ def decode(bench: Bench, rows: int, prompt_len: int) -> dict[str, Any]:
     }
 
 
-def with_and_without_options(bench: Bench, rows: int, prompt_len: int) -> dict[str, Any]:
+def with_and_without_options(bench: EngineBench, rows: int, prompt_len: int) -> dict[str, Any]:
     """Seconds of a decode step of the device alone, compiled with the options that the engine gives
     XLA (`compiling.COMPILER_OPTIONS`) and without them."""
     done = _decoded(bench, rows, prompt_len)
@@ -206,7 +206,7 @@ def _device_step(done: Decoded, *, is_plain: bool = False) -> tuple[float, bool]
     return taken / BARE_STEPS, issued > STARVED * taken
 
 
-def first_token(bench: Bench, prompt_len: int) -> dict[str, Any]:
+def first_token(bench: EngineBench, prompt_len: int) -> dict[str, Any]:
     """Seconds from adding a prompt to an idle engine to its first token; the floor's FLOPs."""
     engine = engine_for(bench, 1, prompt_len + 8)
     taken = []
@@ -230,28 +230,28 @@ def first_token(bench: Bench, prompt_len: int) -> dict[str, Any]:
     }
 
 
-def _prompts(bench: Bench, count: int, length: int) -> list[list[int]]:
+def _prompts(bench: EngineBench, count: int, length: int) -> list[list[int]]:
     rng = np.random.default_rng(time.perf_counter_ns())
     return rng.integers(0, bench.config.vocab_size, (count, length)).tolist()
 
 
-def _num_matrix_weights(bench: Bench) -> int:
+def _num_matrix_weights(bench: EngineBench) -> int:
     """Of the layers and the head: an embedding is looked up, unless it is the head too."""
     embedding = 0 if bench.config.is_tied else bench.config.vocab_size * bench.config.model_dim
     return sum(math.prod(p.shape) for p in bench.model.parameters) - embedding
 
 
-def _read_once(bench: Bench) -> int:
+def _read_once(bench: EngineBench) -> int:
     return _num_matrix_weights(bench) * bench.model.numerics.dtype.itemsize
 
 
-def _token_bytes(bench: Bench) -> int:
+def _token_bytes(bench: EngineBench) -> int:
     dtype = bench.model.numerics.dtype
     of_page = kv_cache.page_bytes(bench.config.cache, page_size=PAGE_SIZE, dtype=dtype)
     return of_page // PAGE_SIZE
 
 
-def run(bench: Bench, job: dict[str, Any]) -> dict[str, Any]:
+def run(bench: EngineBench, job: dict[str, Any]) -> dict[str, Any]:
     """A job of the device check: `decode` of `rows`, `options` at such a step, or `first_token`."""
     prompt_len = job["prompt"]
     if job["kind"] == "decode":

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxinfer.tools.fed_child import FedChild
+from jaxinfer.tools.job_process import JobProcess
 from jaxinfer.tools.kernel_calls import backend_names
 from jaxinfer.tools.kernel_cases import Case
 
@@ -32,7 +32,7 @@ ENGINE_NAMES = {
 }
 
 
-class Clock:
+class TimeBudget:
     """How much of the run's time is left; jobs past it are not begun."""
 
     def __init__(self, seconds: float, now: Callable[[], float] = time.monotonic):
@@ -43,7 +43,12 @@ class Clock:
         return self._end - reserved - self._now()
 
     def ask(
-        self, child: FedChild, job: Row, seconds: float, reserved: float = 0.0, needed: float = 1.0
+        self,
+        child: JobProcess,
+        job: Row,
+        seconds: float,
+        reserved: float = 0.0,
+        needed: float = 1.0,
     ) -> Row:
         """The child's answer, within `seconds` and what is left beside `reserved`; where the child
         has to be started, that is within what is left too. Not run with less than `needed`."""
@@ -85,20 +90,20 @@ def _kernel_row(operator: str, name: str, case: Case, backend: str) -> Row:
     }
 
 
-def job_of(row: Row, kind: str, rehearse: bool) -> Row:
+def kernel_job(row: Row, kind: str, rehearse: bool) -> Row:
     names = ("operator", "case", "backend")
     return {"kind": kind, "rehearse": rehearse, **{name: row[name] for name in names}}
 
 
 def check_kernels(
-    child: FedChild, clock: Clock, rows: Sequence[Row], rehearse: bool, reserved: float
+    child: JobProcess, budget: TimeBudget, rows: Sequence[Row], rehearse: bool, reserved: float
 ) -> None:
     """Agreement first, then time, for every row; only what agrees is timed."""
     for row in rows:
-        row |= clock.ask(child, job_of(row, "check", rehearse), CHECK_SECONDS, reserved)
+        row |= budget.ask(child, kernel_job(row, "check", rehearse), CHECK_SECONDS, reserved)
         if row["status"] != "measured" or not row["agrees"]:
             continue
-        timed = clock.ask(child, job_of(row, "measure", rehearse), TIME_SECONDS, reserved)
+        timed = budget.ask(child, kernel_job(row, "measure", rehearse), TIME_SECONDS, reserved)
         if timed.pop("status") == "measured":
             row |= timed
             if not rehearse and timed["seconds"] <= 0:
@@ -107,7 +112,7 @@ def check_kernels(
             row["time_problem"] = timed["reason"]
 
 
-def check_peers(child: FedChild, clock: Clock, rows: Sequence[Row], rehearse: bool) -> None:
+def check_peers(child: JobProcess, budget: TimeBudget, rows: Sequence[Row], rehearse: bool) -> None:
     """PyTorch's time for every case that was timed and has a peer; once a case."""
     known: dict[tuple[str, str], Row] = {}
     for row in rows:
@@ -115,14 +120,16 @@ def check_peers(child: FedChild, clock: Clock, rows: Sequence[Row], rehearse: bo
             continue
         key = row["operator"], row["case"]
         if key not in known:
-            known[key] = clock.ask(child, job_of(row, "peer", rehearse), PEER_SECONDS)
+            known[key] = budget.ask(child, kernel_job(row, "peer", rehearse), PEER_SECONDS)
         if known[key]["status"] == "measured":
             row["peer_seconds"], row["peer_how"] = known[key]["seconds"], known[key]["how"]
         else:
             row["peer_problem"] = f"{known[key]['status']}: {known[key]['reason']}"
 
 
-def check_engine(child: FedChild, clock: Clock, rehearse: bool, reserved: float) -> list[Row]:
+def check_engine(
+    child: JobProcess, budget: TimeBudget, rehearse: bool, reserved: float
+) -> list[Row]:
     """Decode at several numbers of rows, and the time to the first token; XLA's options where there
     is all the time that they may take."""
     rows = []
@@ -130,11 +137,13 @@ def check_engine(child: FedChild, clock: Clock, rehearse: bool, reserved: float)
         job = {"kind": kind, "rows": num_rows, "prompt": prompt, "rehearse": rehearse}
         row = {"name": ENGINE_NAMES[kind].format(**job), "is_headline": kind != "options", **job}
         needed = 0.0 if row["is_headline"] else ENGINE_SECONDS
-        rows.append(row | clock.ask(child, job, ENGINE_SECONDS, reserved, needed))
+        rows.append(row | budget.ask(child, job, ENGINE_SECONDS, reserved, needed))
     return rows
 
 
-def in_order(cases: Mapping[str, Case], platform: str, limit: int | None = None) -> dict[str, Case]:
+def headlines_first(
+    cases: Mapping[str, Case], platform: str, limit: int | None = None
+) -> dict[str, Case]:
     """Those for the platform, headlines first, `limit` at most."""
     fitting = [name for name, case in cases.items() if backend_names(case, platform)]
     fitting.sort(key=lambda name: not cases[name].is_headline)

@@ -1,6 +1,6 @@
 """The child process of the device check and of the tuner: does the jobs that it is fed.
 
-    python -m device_checks.worker
+    python -m jaxinfer.tools.device_check.worker
 
 A result's status: `measured` with what was found, `declined` (a backend does not take the case, or
 there is nothing to compare with) or `failed`, with the reason; and of the parent: crashed, timed
@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from jaxinfer.tools.fed_child import serve
+from jaxinfer.tools.job_process import serve_jobs
 
 Job = dict[str, Any]
 
@@ -64,4 +64,4 @@ def reason_of(error: Exception) -> str:
 
 
 if __name__ == "__main__":
-    serve(handle)
+    serve_jobs(handle)

@@ -19,7 +19,7 @@ from jaxinfer.serving.protos.jaxinfer.v1 import inference_pb2 as pb
 from jaxinfer.tools.load_client.grpc import METHOD, request_message, request_template
 from jaxinfer.tools.load_client.http import Clock, RequestFailed
 from jaxinfer.tools.load_client.record import Record
-from jaxinfer.tools.load_client.workload import Job
+from jaxinfer.tools.load_client.workload import LoadJob
 
 DATA, HEADERS, RESET, SETTINGS, PING, GOAWAY = 0, 1, 3, 4, 6, 7
 END_STREAM = ACK = 1
@@ -170,7 +170,7 @@ class FrameClient:
         await asyncio.sleep(0)  # transports close in the next turn
 
     async def send(
-        self, job: Job, record: Record, clock: Clock, fields: Mapping[str, Any] | None = None
+        self, job: LoadJob, record: Record, clock: Clock, fields: Mapping[str, Any] | None = None
     ) -> None:
         """Send a job and fill its record as the answer comes; raises `RequestFailed`."""
         if not self._idle:

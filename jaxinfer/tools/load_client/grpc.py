@@ -12,7 +12,7 @@ import grpc
 from jaxinfer.serving.protos.jaxinfer.v1 import inference_pb2 as pb
 from jaxinfer.tools.load_client.http import Clock, RequestFailed
 from jaxinfer.tools.load_client.record import Record
-from jaxinfer.tools.load_client.workload import Job, WorkloadError
+from jaxinfer.tools.load_client.workload import LoadJob, WorkloadError
 
 METHOD = "/jaxinfer.v1.Inference/Generate"
 # Each channel has a connection of its own: as many clients, not one that multiplexes.
@@ -48,7 +48,7 @@ class GrpcClient:
         await asyncio.gather(*(channel.close() for channel in self._channels))
 
     async def send(
-        self, job: Job, record: Record, clock: Clock, fields: Mapping[str, Any] | None = None
+        self, job: LoadJob, record: Record, clock: Clock, fields: Mapping[str, Any] | None = None
     ) -> None:
         """Send a job and fill its record as the answer comes; raises `RequestFailed`.
 
@@ -95,7 +95,7 @@ def request_template(model: str, fields: Mapping[str, Any]) -> pb.GenerateReques
 
 
 def request_message(
-    template: pb.GenerateRequest, job: Job, fields: Mapping[str, Any]
+    template: pb.GenerateRequest, job: LoadJob, fields: Mapping[str, Any]
 ) -> pb.GenerateRequest:
     """The message that asks for a job."""
     message = pb.GenerateRequest()

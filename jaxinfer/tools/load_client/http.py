@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from jaxinfer.tools.load_client.record import Record
-from jaxinfer.tools.load_client.workload import Job
+from jaxinfer.tools.load_client.workload import LoadJob
 
 Clock = Callable[[], float]  # seconds since the load's start
 
@@ -226,7 +226,7 @@ class HttpClient:
         await asyncio.sleep(0)  # transports close in the next turn
 
     async def send(
-        self, job: Job, record: Record, clock: Clock, fields: Mapping[str, Any] | None = None
+        self, job: LoadJob, record: Record, clock: Clock, fields: Mapping[str, Any] | None = None
     ) -> None:
         """Send a job and fill its record as the answer comes; raises `RequestFailed` or `OSError`.
 
@@ -245,7 +245,7 @@ class HttpClient:
             raise RequestFailed(f"HTTP {record.status}", reply.text)
         return bytes(reply.body)
 
-    def body(self, job: Job, fields: Mapping[str, Any]) -> bytes:
+    def body(self, job: LoadJob, fields: Mapping[str, Any]) -> bytes:
         """The JSON that asks for a job."""
         body = self._fields | {"max_tokens": job.max_tokens} | dict(fields)
         if self._is_chat:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from jaxinfer.tools.load_client.http import Clock, HttpClient, RequestFailed
 from jaxinfer.tools.load_client.record import LoadResult, Record
-from jaxinfer.tools.load_client.workload import Job
+from jaxinfer.tools.load_client.workload import LoadJob
 
 PROBE_S = 0.05  # between two looks at how late the client's event loop is
 
@@ -28,14 +28,14 @@ class Client(Protocol):
     async def open(self, count: int) -> None: ...
 
     async def send(
-        self, job: Job, record: Record, clock: Clock, fields: Mapping[str, Any] | None = None
+        self, job: LoadJob, record: Record, clock: Clock, fields: Mapping[str, Any] | None = None
     ) -> None: ...
 
     async def close(self) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)
-class Target:
+class Endpoint:
     """Where a load goes; plain data, so that every client process can open it for itself.
 
     `fields` go into every request: JSON of the HTTP body, or fields of the gRPC message.
@@ -66,7 +66,7 @@ class Target:
 
 
 @contextlib.asynccontextmanager
-async def opened(target: Target, connections: int = 0) -> AsyncIterator[Client]:
+async def open_client(target: Endpoint, connections: int = 0) -> AsyncIterator[Client]:
     """A client with connections ready."""
     client = target.client()
     try:
@@ -79,7 +79,7 @@ async def opened(target: Target, connections: int = 0) -> AsyncIterator[Client]:
 
 async def send_one(
     client: Client,
-    job: Job,
+    job: LoadJob,
     record: Record,
     clock: Clock,
     timeout_s: float,
@@ -101,7 +101,7 @@ async def send_one(
 
 async def run_load(
     client: Client,
-    jobs: Sequence[Job],
+    jobs: Sequence[LoadJob],
     *,
     timeout_s: float,
     clients: int | None = None,
@@ -136,7 +136,7 @@ async def run_load(
 
 async def _open_loop(
     client: Client,
-    jobs: Sequence[tuple[int, Job]],
+    jobs: Sequence[tuple[int, LoadJob]],
     clock: Clock,
     timeout_s: float,
     records: list[Record],
@@ -152,13 +152,13 @@ async def _open_loop(
 
 async def _closed_loop(
     client: Client,
-    jobs: Sequence[tuple[int, Job]],
+    jobs: Sequence[tuple[int, LoadJob]],
     clock: Clock,
     timeout_s: float,
     records: list[Record],
     clients: int,
 ) -> None:
-    async def work(queue: Iterator[tuple[int, Job]]) -> None:
+    async def work(queue: Iterator[tuple[int, LoadJob]]) -> None:
         for index, job in queue:
             records.append(record := Record(index, clock()))
             await send_one(client, job, record, clock, timeout_s)
@@ -176,11 +176,11 @@ async def _watch_lag(lags_s: list[float]) -> None:
         lags_s.append(max(0.0, time.monotonic() - due))
 
 
-async def load_target(
-    target: Target, jobs: Sequence[Job], *, timeout_s: float, clients: int | None = None
+async def load_endpoint(
+    target: Endpoint, jobs: Sequence[LoadJob], *, timeout_s: float, clients: int | None = None
 ) -> LoadResult:
     """`run_load` with a client of its own; closed-loop clients have their connections ready."""
-    async with opened(target, clients or 0) as client:
+    async with open_client(target, clients or 0) as client:
         return await run_load(client, jobs, timeout_s=timeout_s, clients=clients)
 
 
@@ -188,24 +188,24 @@ async def load_target(
 class _Share:
     """What one client process does."""
 
-    target: Target
-    jobs: Sequence[Job]
+    target: Endpoint
+    jobs: Sequence[LoadJob]
     indices: Sequence[int]
     timeout_s: float
     clients: int | None
 
 
 def load_in_processes(
-    target: Target,
-    jobs: Sequence[Job],
+    target: Endpoint,
+    jobs: Sequence[LoadJob],
     *,
     timeout_s: float,
     clients: int | None = None,
     processes: int = 1,
 ) -> LoadResult:
-    """`load_target`, its jobs dealt out to several processes that start at the same moment."""
+    """`load_endpoint`, its jobs dealt out to several processes that start at the same moment."""
     if processes == 1:
-        return asyncio.run(load_target(target, jobs, timeout_s=timeout_s, clients=clients))
+        return asyncio.run(load_endpoint(target, jobs, timeout_s=timeout_s, clients=clients))
     context = multiprocessing.get_context("spawn")
     workers = []
     for i in range(processes):
@@ -237,7 +237,7 @@ def _work(share: _Share, pipe: Any) -> None:
 
 
 async def _work_share(share: _Share, pipe: Any) -> LoadResult:
-    async with opened(share.target, share.clients or 0) as client:
+    async with open_client(share.target, share.clients or 0) as client:
         pipe.send("ready")
         return await run_load(
             client,

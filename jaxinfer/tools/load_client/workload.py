@@ -32,7 +32,7 @@ class WorkloadError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class LoadJob:
     """One request to be sent: `at` seconds after the start, or when a client is free (None)."""
 
     prompt: str | list[int]
@@ -111,18 +111,18 @@ def make_jobs(
     output_lens: Lengths,
     times: Sequence[float | None],
     seed: int,
-) -> list[Job]:
+) -> list[LoadJob]:
     """One job for each of `times`; `seed` draws the lengths."""
     generator = np.random.default_rng([seed, 2])
     inputs = prompt_lens.draw(generator, len(times))
     outputs = output_lens.draw(generator, len(times))
     return [
-        Job(prompts.make(i, n), m, at)
+        LoadJob(prompts.make(i, n), m, at)
         for i, (n, m, at) in enumerate(zip(inputs, outputs, times, strict=True))
     ]
 
 
-def read_trace(path: str | Path, prompts: PromptMaker) -> list[Job]:
+def read_trace(path: str | Path, prompts: PromptMaker) -> list[LoadJob]:
     """Jobs of a trace file, by time: one JSON object a line, with `at` in seconds, `max_tokens`,
     and either `prompt` (text or token ids) or `prompt_tokens` (a length; `prompts` makes it).
 
@@ -142,7 +142,7 @@ def read_trace(path: str | Path, prompts: PromptMaker) -> list[Job]:
     return sorted(jobs, key=lambda job: job.at or 0.0)
 
 
-def _traced(entry: object, prompts: PromptMaker, number: int) -> Job:
+def _traced(entry: object, prompts: PromptMaker, number: int) -> LoadJob:
     if not isinstance(entry, dict):
         raise ValueError(f"{entry!r} is no JSON object")
     unknown = set(entry) - {"at", "max_tokens", "prompt", "prompt_tokens"}
@@ -160,8 +160,8 @@ def _traced(entry: object, prompts: PromptMaker, number: int) -> Job:
         is_ids = isinstance(prompt, list) and all(type(i) is int for i in prompt)
         if not prompt or not (isinstance(prompt, str) or is_ids):
             raise ValueError(f"prompt is {prompt!r}; it must be a text or a list of token ids")
-        return Job(prompt, max_tokens, float(at))
+        return LoadJob(prompt, max_tokens, float(at))
     length = entry["prompt_tokens"]
     if type(length) is not int or length < 1:
         raise ValueError(f"prompt_tokens is {length!r}; it must be an integer from 1")
-    return Job(prompts.make(number, length), max_tokens, float(at))
+    return LoadJob(prompts.make(number, length), max_tokens, float(at))

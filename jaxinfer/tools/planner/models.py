@@ -24,7 +24,7 @@ from jaxinfer.nn.quantized import Quantized, QuantPair, QuantWeight
 MOST_INT4_BYTES = 0.8
 
 
-class Stored(NamedTuple):
+class StoredForm(NamedTuple):
     """How a checkpoint's products are quantized: its own word, and the engine's recipe that takes
     about as many bytes; or why the engine does not read such weights, and what to do."""
 
@@ -33,16 +33,16 @@ class Stored(NamedTuple):
     refusal: str = ""
 
 
-class Named(NamedTuple):
+class NamedModel(NamedTuple):
     """A model's family and its configuration, which is all that a plan needs; `stored` where its
     checkpoint is quantized."""
 
     name: str
     family: Family
     config: Any
-    stored: Stored | None = None
+    stored: StoredForm | None = None
 
-    def with_layers(self, per_stage: int, num_stages: int = 1) -> Named:
+    def with_layers(self, per_stage: int, num_stages: int = 1) -> NamedModel:
         """The same model, of each stage's last so many layers: where layers differ they do at the
         start, as DeepSeek-V3's first three, which have no experts."""
         whole = self.config.num_layers // num_stages
@@ -54,18 +54,18 @@ class Named(NamedTuple):
         return self._replace(config=dataclasses.replace(self.config, **changes))
 
 
-def from_table(name: str, table: Mapping[str, Any]) -> Named:
+def model_from_table(name: str, table: Mapping[str, Any]) -> NamedModel:
     """A model of the matrix: the keys of its config.json that change shapes or arithmetic."""
     keys = {key: value for key, value in table.items() if key != "like"}
     family = HF_FAMILIES[keys["model_type"]]
-    return Named(name, family, family.config_from_hf(keys, {}))
+    return NamedModel(name, family, family.config_from_hf(keys, {}))
 
 
-def find_model(name: str, tables: Mapping[str, Mapping[str, Any]]) -> Named:
+def find_model(name: str, tables: Mapping[str, Mapping[str, Any]]) -> NamedModel:
     """The model of that name among `tables`, or of a checkpoint: a directory (a config.json will
     do), a config.json, a .gguf file, a hub id, "demo". `ValueError` says what there is."""
     if name in tables:
-        return from_table(name, tables[name])
+        return model_from_table(name, tables[name])
     if name != DEMO and not Path(name).exists() and "/" not in name:
         raise ValueError(
             f"no model {name!r}; there are {', '.join(tables)}, {DEMO}, or give a Hugging Face "
@@ -74,17 +74,17 @@ def find_model(name: str, tables: Mapping[str, Mapping[str, Any]]) -> Named:
     try:
         checkpoint = open_checkpoint(name, needs_weights=False)
         model = functional_model(checkpoint, Numerics())
-        stored = stored_as(checkpoint, model)
+        stored = stored_form(checkpoint, model)
     except CheckpointError as error:
         raise ValueError(str(error)) from error
     if not hasattr(model.config, "cache"):
         raise ValueError(
             f"{name} is an encoder ({model.family.name}): plans are of models that generate"
         )
-    return Named(name, model.family, model.config, stored)
+    return NamedModel(name, model.family, model.config, stored)
 
 
-def stored_as(checkpoint: Checkpoint, model: FunctionalModel) -> Stored | None:
+def stored_form(checkpoint: Checkpoint, model: FunctionalModel) -> StoredForm | None:
     """By the parameters of a converted checkpoint, the tensors of a .gguf file, else by
     config.json's `quantization_config`; None where weights are plain numbers."""
     if checkpoint.restore is not None:
@@ -95,29 +95,29 @@ def stored_as(checkpoint: Checkpoint, model: FunctionalModel) -> Stored | None:
             return None
         num_weights = sum(math.prod(tensor.shape) for tensor in packed)
         is_int4 = sum(tensor.nbytes for tensor in packed) <= MOST_INT4_BYTES * num_weights
-        return Stored("gguf", "int4" if is_int4 else "int8")
+        return StoredForm("gguf", "int4" if is_int4 else "int8")
     config = checkpoint.metadata.get("quantization_config")
     if not config:  # as the engine takes it
         return None
     problems: list[str] = []
     merge_quantized_layers(checkpoint.path, {}, config, problems)
     if problems:
-        return Stored("unread", None, "; ".join(problems))
+        return StoredForm("unread", None, "; ".join(problems))
     match config:
         case {"quant_method": ("awq" | "gptq") as method}:
             bits = config.get("bits", config.get("w_bit", 4))
-            return Stored(method, "int4" if bits == 4 else "int8")
+            return StoredForm(method, "int4" if bits == 4 else "int8")
         case {"quant_method": "mxfp4"}:  # its products are of int8
-            return Stored("mxfp4", "int8")
+            return StoredForm("mxfp4", "int8")
         case {"quant_method": "fp8"}:
-            return Stored("fp8", "float8")
+            return StoredForm("fp8", "float8")
         case {"quant_method": "compressed-tensors", "config_groups": {**groups}}:
-            return Stored("compressed-tensors", _recipe_of(next(iter(groups.values()))))
+            return StoredForm("compressed-tensors", _recipe_of(next(iter(groups.values()))))
     method = config["quant_method"]
-    return Stored(method, None, f"plans do not know how many bytes weights of {method} take")
+    return StoredForm(method, None, f"plans do not know how many bytes weights of {method} take")
 
 
-def _converted(checkpoint: Checkpoint, model: FunctionalModel) -> Stored | None:
+def _converted(checkpoint: Checkpoint, model: FunctionalModel) -> StoredForm | None:
     """As its manifest has the parameters: what was converted may have been quantized otherwise.
     The recipe is that of most weights."""
     manifest = checkpoint.path / MANIFEST_FILE
@@ -136,7 +136,7 @@ def _converted(checkpoint: Checkpoint, model: FunctionalModel) -> Stored | None:
     if not num_weights:
         return None
     [(recipe, _)] = num_weights.most_common(1)
-    return Stored("converted", f"{recipe}_w8a8" if recipe in quantize_activations else recipe)
+    return StoredForm("converted", f"{recipe}_w8a8" if recipe in quantize_activations else recipe)
 
 
 def _recipe_of(group: Mapping[str, Any]) -> str:

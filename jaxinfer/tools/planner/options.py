@@ -13,8 +13,8 @@ from jaxinfer.loading.quantize import RECIPES
 from jaxinfer.models.functional import FunctionalModel
 from jaxinfer.options import merge, parse_overrides
 from jaxinfer.sharding.mesh import AXES
-from jaxinfer.tools.compile_gate.matrix import Target, load_target
-from jaxinfer.tools.planner.models import Named
+from jaxinfer.tools.compile_gate.matrix import ChipTarget, load_target
+from jaxinfer.tools.planner.models import NamedModel
 
 MOST = 8192  # tokens of context where nothing says
 SEARCHED = (None, "int8", "int4", "float8")  # w8a8 holds what int8 does
@@ -36,7 +36,7 @@ ALSO_SET = {
 }
 
 
-def mesh_sizes(text: str) -> dict[str, int]:
+def parse_mesh(text: str) -> dict[str, int]:
     """From `pipe=2,tensor=8`."""
     sizes = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
@@ -55,12 +55,12 @@ def mesh_sizes(text: str) -> dict[str, int]:
     return sizes
 
 
-def show_mesh(sizes: Mapping[str, int]) -> str:
+def format_mesh(sizes: Mapping[str, int]) -> str:
     """As `--mesh` takes it."""
     return ",".join(f"{axis}={n}" for axis, n in sizes.items() if n > 1) or "one device"
 
 
-def target_of(text: str) -> Target:
+def parse_target(text: str) -> ChipTarget:
     """A chip and its topology."""
     if len(text) > MOST_CHARACTERS:
         raise ValueError(
@@ -77,7 +77,7 @@ def target_of(text: str) -> Target:
     return target
 
 
-def quantization(name: str) -> str | None:
+def parse_quantization(name: str) -> str | None:
     """As `EngineConfig.quantize`; "none" is none."""
     if name != "none" and name not in RECIPES:
         raise ValueError(f"no quantization {_short(name)}; there are none, {', '.join(RECIPES)}")
@@ -90,7 +90,7 @@ def _short(text: str) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class PlanRequest:
     """The flags; None: not given."""
 
     preset: str | None = None
@@ -103,7 +103,7 @@ class Asked:
     is_search: bool = False
 
 
-def engine_config(model: Named, asked: Asked, platform: str = "tpu") -> EngineConfig:
+def engine_config(model: NamedModel, asked: PlanRequest, platform: str = "tpu") -> EngineConfig:
     """The preset, if one was given, then the flags that were; `ConfigError` too, as of the engine.
     `dtype` auto is what it takes on that platform, and `max_model_len` None the model's."""
     overrides = parse_overrides(asked.overrides)
@@ -112,9 +112,9 @@ def engine_config(model: Named, asked: Asked, platform: str = "tpu") -> EngineCo
     keys.pop("serving", None)
     changes = {**_sizes(asked), **_length(model, asked, keys)}
     if asked.mesh:
-        changes["mesh"] = dict.fromkeys(AXES, 1) | mesh_sizes(asked.mesh)
+        changes["mesh"] = dict.fromkeys(AXES, 1) | parse_mesh(asked.mesh)
     if asked.quant is not None:
-        changes["quantize"] = quantization(asked.quant)
+        changes["quantize"] = parse_quantization(asked.quant)
     if model.stored is not None and asked.quant != "none":
         chosen = asked.quant or overrides.get("quantize") or keys.get("quantize")
         weights = (keys | overrides).get("weights", "auto")
@@ -135,7 +135,7 @@ def engine_config(model: Named, asked: Asked, platform: str = "tpu") -> EngineCo
     return dataclasses.replace(config, max_model_len=context_len(config.max_model_len, of_part))
 
 
-def _stored(model: Named, weights: str, platform: str, chosen: str | None) -> str | None:
+def _stored(model: NamedModel, weights: str, platform: str, chosen: str | None) -> str | None:
     """The recipe of a quantized checkpoint's weights, where the engine keeps them. `ValueError` for
     those that it does not read, unless one is `chosen`, and for one that they would not become."""
     stored = model.stored
@@ -152,7 +152,7 @@ def _stored(model: Named, weights: str, platform: str, chosen: str | None) -> st
     return stored.recipe
 
 
-def kinds_of(asked: Asked, config: EngineConfig) -> Sequence[str | None]:
+def searched_quantizations(asked: PlanRequest, config: EngineConfig) -> Sequence[str | None]:
     """The quantizations that a search tries: the one asked for (with a flag or by the preset), the
     one that the checkpoint has, or all that differ in bytes."""
     is_one = config.quantize is not None or asked.quant is not None
@@ -160,10 +160,10 @@ def kinds_of(asked: Asked, config: EngineConfig) -> Sequence[str | None]:
     return (config.quantize,) if is_one else SEARCHED
 
 
-def _check(asked: Asked, overrides: Mapping[str, Any]) -> None:
+def _check(asked: PlanRequest, overrides: Mapping[str, Any]) -> None:
     """`ValueError` for what would have no effect: what is asked for twice, or beside a search."""
     for flag, path in ALSO_SET.items():
-        value, (is_set, set_to) = getattr(asked, flag), _at(overrides, path)
+        value, (is_set, set_to) = getattr(asked, flag), _lookup(overrides, path)
         if value is not None and is_set:
             raise ValueError(f"--{flag}={value} and --set {path}={set_to} are one option: give one")
     table = overrides.get("mesh")
@@ -175,7 +175,7 @@ def _check(asked: Asked, overrides: Mapping[str, Any]) -> None:
         raise ValueError(f"--search tries every mesh: leave out {flag}, or --search")
 
 
-def _at(keys: Any, path: str) -> tuple[bool, Any]:
+def _lookup(keys: Any, path: str) -> tuple[bool, Any]:
     """Whether the key is there, and its value."""
     for key in path.split("."):
         if not isinstance(keys, Mapping) or key not in keys:
@@ -184,13 +184,13 @@ def _at(keys: Any, path: str) -> tuple[bool, Any]:
     return True, keys
 
 
-def _sizes(asked: Asked) -> dict[str, Any]:
+def _sizes(asked: PlanRequest) -> dict[str, Any]:
     given = {"max_num_seqs": asked.rows, "max_num_batched_tokens": asked.chunk}
     default = {} if asked.preset else {"max_num_seqs": 64, "max_num_batched_tokens": 1024}
     return {"scheduler": default | {key: n for key, n in given.items() if n is not None}}
 
 
-def _length(model: Named, asked: Asked, keys: Mapping[str, Any]) -> dict[str, Any]:
+def _length(model: NamedModel, asked: PlanRequest, keys: Mapping[str, Any]) -> dict[str, Any]:
     most = model.config.max_len
     if asked.context is None:
         return {} if "max_model_len" in keys else {"max_model_len": min(MOST, most)}
@@ -199,7 +199,7 @@ def _length(model: Named, asked: Asked, keys: Mapping[str, Any]) -> dict[str, An
     return {"max_model_len": asked.context}
 
 
-def context_of(model: Named, config: EngineConfig, asked: Asked) -> int:
+def plan_context(model: NamedModel, config: EngineConfig, asked: PlanRequest) -> int:
     """Tokens of a request that a plan is for."""
     length = config.max_model_len or model.config.max_len
     if parse_overrides(asked.overrides).get("max_model_len") is not None:

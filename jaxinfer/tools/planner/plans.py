@@ -13,24 +13,31 @@ from jaxinfer.config import EngineConfig
 from jaxinfer.execution.memory import MemoryPlan
 from jaxinfer.options import ConfigError
 from jaxinfer.parallel.mesh_options import check_overlap, layout_of
-from jaxinfer.tools.compile_gate.collectives import collectives, find
+from jaxinfer.tools.compile_gate.collectives import collectives, find_collectives
 from jaxinfer.tools.compile_gate.steps import (
     DEEP,
     FEW_PAGES,
     SHALLOW,
     StepProgram,
+    memory_account,
     memory_by_layers,
-    memory_of,
 )
 from jaxinfer.tools.compile_gate.target import Chip, Compiled
-from jaxinfer.tools.compile_gate.text import first_reason, parse
-from jaxinfer.tools.planner.models import Named
-from jaxinfer.tools.planner.options import show_mesh
-from jaxinfer.tools.planner.roofline import Bound, Load, Work, bound, link_seconds, work_of
+from jaxinfer.tools.compile_gate.text import first_reason, parse_hlo
+from jaxinfer.tools.planner.models import NamedModel
+from jaxinfer.tools.planner.options import format_mesh
+from jaxinfer.tools.planner.roofline import (
+    RooflineBound,
+    StepLoad,
+    StepWork,
+    link_seconds,
+    roofline_bound,
+    step_work,
+)
 
 
 @dataclasses.dataclass(frozen=True)
-class Traffic:
+class LinkTraffic:
     """What one device sends in one step, and how long that takes at the best."""
 
     by_kind: Mapping[str, Mapping[str, float]]  # count, bytes of results, bytes that it sends
@@ -41,18 +48,18 @@ class Traffic:
 class StepFigures:
     """A step of some load; bytes and seconds are one device's."""
 
-    load: Load
+    load: StepLoad
     bucket: int  # tokens that the step is compiled for
-    work: Work
-    traffic: Traffic
-    bound: Bound
+    work: StepWork
+    traffic: LinkTraffic
+    bound: RooflineBound
     # With a micro-batch in every stage: of all replicas, and of one.
     tokens_per_second: float
     tokens_per_second_a_replica: float
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class ModelPlan:
     """What was found. `memory` is of the largest step on one device, by the compiler's account of
     `layers_compiled` layers; empty, and no figures, where it gave none. Pages and rows are one
     replica's."""
@@ -69,25 +76,25 @@ class Plan:
     prefill: StepFigures | None = None
 
 
-def step_program(chip: Chip, model: Named, config: EngineConfig) -> StepProgram:
+def step_program(chip: Chip, model: NamedModel, config: EngineConfig) -> StepProgram:
     """What is planned; `MeshError` also for options that the engine would refuse on that chip."""
     with chip.in_use():
         check_overlap(config, layout_of(config.mesh))
     return StepProgram(chip, model, config)
 
 
-def make_plan(program: StepProgram, context: int, *, is_whole: bool) -> Plan:
+def make_plan(program: StepProgram, context: int, *, is_whole: bool) -> ModelPlan:
     """Compile what a plan needs. A few layers of the largest step tell its temporaries, and so the
     pages; with `is_whole` all of it is compiled then, with all those pages. Of the decode step two
     depths tell what the other layers send."""
     if program.weight_bytes > program.chip.target.limit_bytes:
-        return _too_heavy(program, is_whole=is_whole)
+        return _weights_exceed_memory(program, is_whole=is_whole)
     largest = program.config.buckets[-1]
     part = program.with_layers(DEEP)
     try:
         compiled = _compile(part, largest, 1, "the largest step")
     except jax.errors.JaxRuntimeError as error:
-        return Plan(False, first_reason(error), part.num_layers, {})
+        return ModelPlan(False, first_reason(error), part.num_layers, {})
     try:
         pages, memory = memory_by_layers(program, part, compiled.memory())
     except ConfigError as error:
@@ -98,9 +105,9 @@ def make_plan(program: StepProgram, context: int, *, is_whole: bool) -> Plan:
         try:
             compiled = _compile(program, largest, pages.num_pages, "the largest step")
         except jax.errors.JaxRuntimeError as error:
-            return Plan(False, first_reason(error), layers, {})
-        memory = memory_of(program, pages, compiled.memory())
-    reason = "" if memory["fits"] else _too_much(memory["total"], memory["limit"])
+            return ModelPlan(False, first_reason(error), layers, {})
+        memory = memory_account(program, pages, compiled.memory())
+    reason = "" if memory["fits"] else _exceeds_memory(memory["total"], memory["limit"])
     rows = rows_at(program, pages, context)
     if not reason and rows == 0:
         weights, temporaries = (gigabytes(memory[name]) for name in ("weights", "temporaries"))
@@ -109,67 +116,71 @@ def make_plan(program: StepProgram, context: int, *, is_whole: bool) -> Plan:
             f"temporaries there is room for {pages.num_tokens:,} ({pages.source})"
         )
     counts = (pages.num_pages, pages.num_tokens, pages.source, rows)
-    plan = Plan(not reason, reason, layers, memory, *counts)
+    plan = ModelPlan(not reason, reason, layers, memory, *counts)
     if reason:
         return plan
     decode = decode_load(program, rows, context)
-    chunk = Load(1, min(largest, context), context)
+    chunk = StepLoad(1, min(largest, context), context)
     bucket = program.config.bucket_for(decode.num_tokens)
     name = "the largest step"
-    of_chunk = traffic_of(program, compiled.text) if is_whole else _traffic(program, largest, name)
+    of_chunk = (
+        compiled_traffic(program, compiled.text)
+        if is_whole
+        else _step_traffic(program, largest, name)
+    )
     of_decode = of_chunk
     if bucket != largest:
-        of_decode = _traffic(program, bucket, "the decode step")
+        of_decode = _step_traffic(program, bucket, "the decode step")
     return dataclasses.replace(
         plan,
-        decode=figures(program, decode, of_decode, rows / program.model.num_stages),
-        prefill=figures(program, chunk, of_chunk, chunk.num_tokens),
+        decode=step_figures(program, decode, of_decode, rows / program.model.num_stages),
+        prefill=step_figures(program, chunk, of_chunk, chunk.num_tokens),
     )
 
 
 def _compile(program: StepProgram, bucket: int, num_pages: int, what: str) -> Compiled:
     """Said before it begins, since it may take minutes."""
     config, name = program.config, program.named.name
-    how = f"{show_mesh(config.mesh.sizes)}, {config.quantize or config.dtype}"
+    how = f"{format_mesh(config.mesh.sizes)}, {config.quantize or config.dtype}"
     of_layers = f"{program.num_layers} layers, {bucket:,} tokens"
     text = f"compiling {what} of {name}, {of_layers} ({how})..."
     print(text, file=sys.stderr, flush=True)
     return program.compile(bucket, num_pages)
 
 
-def _too_heavy(program: StepProgram, *, is_whole: bool) -> Plan:
+def _weights_exceed_memory(program: StepProgram, *, is_whole: bool) -> ModelPlan:
     """Weights alone are too much: by arithmetic, and with `is_whole` in the compiler's words."""
     weights, limit = gigabytes(program.weight_bytes), gigabytes(program.chip.target.limit_bytes)
     reason = f"weights of {weights} a device, which has {limit}"
     if not is_whole:
-        return Plan(False, reason, 0, {})
+        return ModelPlan(False, reason, 0, {})
     print(f"{reason}: too much, which the compiler is asked to confirm", file=sys.stderr)
     found = _refused(program, "")
     return dataclasses.replace(found, reason=f"{reason}; {found.reason}")
 
 
-def _refused(program: StepProgram, why: str) -> Plan:
+def _refused(program: StepProgram, why: str) -> ModelPlan:
     """Not one page fits by the account of a few layers: the compiler is asked for all, with one.
     Where sizes of the cache are set, `why`, if anything, is all."""
     cache, limit = program.config.cache, program.chip.target.limit_bytes
     if why and (cache.num_pages is not None or cache.memory_bytes is not None):
-        return Plan(False, why, 0, {})
+        return ModelPlan(False, why, 0, {})
     try:
         compiled = _compile(program, program.config.buckets[-1], 1, "the largest step")
     except jax.errors.JaxRuntimeError as error:
-        return Plan(False, first_reason(error), program.num_layers, {})
+        return ModelPlan(False, first_reason(error), program.num_layers, {})
     total = sum(compiled.memory().values())
-    reason = _too_much(total, limit)
+    reason = _exceeds_memory(total, limit)
     if total <= limit:
         reason = (
             f"of {gigabytes(limit)} a device, weights and a step take "
             f"{gigabytes(total - program.page_bytes)}; of what is left a tenth is held back, and "
             f"the rest holds no page of {cache.page_size} tokens"
         )
-    return Plan(False, reason, program.num_layers, {})
+    return ModelPlan(False, reason, program.num_layers, {})
 
 
-def _too_much(total: int, limit: int) -> str:
+def _exceeds_memory(total: int, limit: int) -> str:
     needed = f"by the compiler's account a device needs {gigabytes(total)}"
     return f"{needed}, and has {gigabytes(limit)}"
 
@@ -184,36 +195,40 @@ def rows_at(program: StepProgram, pages: MemoryPlan, context: int) -> int:
     return min(program.config.scheduler.max_num_seqs, pages.num_pages // needed)
 
 
-def decode_load(program: StepProgram, rows: int, context: int) -> Load:
+def decode_load(program: StepProgram, rows: int, context: int) -> StepLoad:
     """Of one micro-batch: a token of each of its rows."""
-    return Load(-(-rows // program.model.num_stages), 1, context)
+    return StepLoad(-(-rows // program.model.num_stages), 1, context)
 
 
-def figures(program: StepProgram, load: Load, traffic: Traffic, tokens: float) -> StepFigures:
+def step_figures(
+    program: StepProgram, load: StepLoad, traffic: LinkTraffic, tokens: float
+) -> StepFigures:
     """Of a step that yields `tokens` in each replica."""
-    work = work_of(program, load)
-    least = bound(work, program.chip.target, traffic.seconds)
+    work = step_work(program, load)
+    least = roofline_bound(work, program.chip.target, traffic.seconds)
     rate, bucket = tokens / least.seconds, program.config.bucket_for(load.num_tokens)
     return StepFigures(load, bucket, work, traffic, least, program.config.mesh.data * rate, rate)
 
 
-def traffic_of(program: StepProgram, text: str) -> Traffic:
+def compiled_traffic(program: StepProgram, text: str) -> LinkTraffic:
     """Of a compiled step as it stands."""
-    module = parse(text)
-    return Traffic(collectives(module), link_seconds(find(module), program.chip.target))
+    module = parse_hlo(text)
+    return LinkTraffic(
+        collectives(module), link_seconds(find_collectives(module), program.chip.target)
+    )
 
 
-def _traffic(program: StepProgram, bucket: int, name: str) -> Traffic:
+def _step_traffic(program: StepProgram, bucket: int, name: str) -> LinkTraffic:
     """Of the step of `bucket` tokens of all layers, from two depths: layers are unrolled, and each
     sends what another does."""
     if program.chip.mesh is None:
-        return Traffic({}, 0.0)
+        return LinkTraffic({}, 0.0)
     depths = (SHALLOW, DEEP)
     if program.num_layers <= DEEP * program.model.num_stages:
-        return traffic_of(program, _compile(program, bucket, FEW_PAGES, name).text)
+        return compiled_traffic(program, _compile(program, bucket, FEW_PAGES, name).text)
     parts = [program.with_layers(depth) for depth in depths]
     texts = (_compile(part, bucket, FEW_PAGES, name).text for part in parts)
-    shallow, deep = (traffic_of(part, text) for part, text in zip(parts, texts, strict=True))
+    shallow, deep = (compiled_traffic(part, text) for part, text in zip(parts, texts, strict=True))
     layers = [part.num_layers / part.model.num_stages for part in parts]
     times = (program.num_layers / program.model.num_stages - layers[1]) / (layers[1] - layers[0])
     more = lambda a, b: b + (b - a) * times
@@ -225,4 +240,4 @@ def _traffic(program: StepProgram, bucket: int, name: str) -> Traffic:
         }
         for kind, totals in deep.by_kind.items()
     }
-    return Traffic(by_kind, more(shallow.seconds, deep.seconds))
+    return LinkTraffic(by_kind, more(shallow.seconds, deep.seconds))

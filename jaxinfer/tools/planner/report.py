@@ -6,18 +6,18 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from jaxinfer.tools.compile_gate.matrix import Target
+from jaxinfer.tools.compile_gate.matrix import ChipTarget
 from jaxinfer.tools.compile_gate.report import table
 from jaxinfer.tools.compile_gate.steps import StepProgram
 from jaxinfer.tools.compile_gate.target import Chip
-from jaxinfer.tools.planner.models import Named
-from jaxinfer.tools.planner.options import show_mesh
-from jaxinfer.tools.planner.plans import Plan, StepFigures, gigabytes
+from jaxinfer.tools.planner.models import NamedModel
+from jaxinfer.tools.planner.options import format_mesh
+from jaxinfer.tools.planner.plans import ModelPlan, StepFigures, gigabytes
 from jaxinfer.tools.planner.roofline import flop_rate
 from jaxinfer.tools.planner.search import Candidate, largest_mesh
 
 
-def as_json(program: StepProgram, context: int, plan: Plan) -> dict[str, Any]:
+def as_json(program: StepProgram, context: int, plan: ModelPlan) -> dict[str, Any]:
     """Everything that was found; bytes and seconds are one device's, rows and pages a replica's."""
     found = {
         "model": program.named.name,
@@ -37,12 +37,12 @@ def as_json(program: StepProgram, context: int, plan: Plan) -> dict[str, Any]:
     return found
 
 
-def as_text(program: StepProgram, context: int, plan: Plan) -> str:
+def as_text(program: StepProgram, context: int, plan: ModelPlan) -> str:
     config, target = program.config, program.chip.target
     replicas, num_devices = config.mesh.data, target.num_devices
     of_all = f" of its {num_devices}" if config.mesh.num_devices < num_devices else ""
     lines = [
-        f"{program.named.name} on {target.name}: {show_mesh(config.mesh.sizes)}{of_all}, "
+        f"{program.named.name} on {target.name}: {format_mesh(config.mesh.sizes)}{of_all}, "
         f"{config.quantize or config.dtype}, context {context:,}"
     ]
     stored = program.named.stored
@@ -51,7 +51,7 @@ def as_text(program: StepProgram, context: int, plan: Plan) -> str:
     if plan.memory:
         lines += _memory(program, plan)
     if not plan.fits:
-        return "\n".join([*lines, f"does not fit: {plan.reason}", f"  {way_out(program)}"])
+        return "\n".join([*lines, f"does not fit: {plan.reason}", f"  {suggest_fix(program)}"])
     of_each = f" in each of {replicas} replicas" if replicas > 1 else ""
     lines += [
         f"  cache        {plan.tokens_cached:,} tokens in {plan.num_pages:,} pages of "
@@ -70,12 +70,12 @@ def as_text(program: StepProgram, context: int, plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def way_out(program: StepProgram) -> str:
+def suggest_fix(program: StepProgram) -> str:
     """What to try with a plan that does not fit."""
     config, num_devices = program.config, program.chip.target.num_devices
     ways = []
     if config.mesh.num_devices < num_devices and (mesh := largest_mesh(program)) is not None:
-        ways.append(f"--mesh={show_mesh(mesh.sizes)}")
+        ways.append(f"--mesh={format_mesh(mesh.sizes)}")
     if config.quantize is None:
         ways.append("--quant=int8 or int4")
     if num_devices > 1:
@@ -85,7 +85,7 @@ def way_out(program: StepProgram) -> str:
     return f"try {', '.join([*ways, 'a larger --target'])}"
 
 
-def _memory(program: StepProgram, plan: Plan) -> list[str]:
+def _memory(program: StepProgram, plan: ModelPlan) -> list[str]:
     memory = plan.memory
     rest = memory["other_state"] + memory["results"] + memory["code"]
     of_layers = f"{plan.layers_compiled} of {program.num_layers} layers compiled"
@@ -102,7 +102,7 @@ def _memory(program: StepProgram, plan: Plan) -> list[str]:
     return [*lines, f"  {'in all':12} {total} ({of_layers})"]
 
 
-def _step(step: StepFigures, target: Target, replicas: int) -> list[str]:
+def _step(step: StepFigures, target: ChipTarget, replicas: int) -> list[str]:
     work, least = step.work, step.bound
     rate = f"{target.memory_rate / 1e9:,.0f} GB/s"
     kinds = [(kind, n) for kind, n in work.flops.items() if n]
@@ -160,7 +160,7 @@ SEARCH_HEAD = [
 ]  # fmt: skip
 
 
-def search_text(chip: Chip, model: Named, context: int, found: Sequence[Candidate]) -> str:
+def search_text(chip: Chip, model: NamedModel, context: int, found: Sequence[Candidate]) -> str:
     """A line a candidate. Figures are of one replica, but for tokens/s, the decode step's bound,
     which are of all: of every device of the target."""
     head = f"{model.name} on {chip.target.name}, context {context:,}: "
@@ -182,7 +182,7 @@ def search_text(chip: Chip, model: Named, context: int, found: Sequence[Candidat
             [
                 str(candidate.num_devices),
                 str(candidate.replicas),
-                show_mesh({**config.mesh.sizes, "data": 1}),
+                format_mesh({**config.mesh.sizes, "data": 1}),
                 config.quantize or config.dtype,
                 f"{candidate.weight_bytes / 1e9:,.2f}",
                 f"{tokens:,}",

@@ -32,12 +32,12 @@ from jaxinfer.models.functional import ParameterSpec
 from jaxinfer.nn.quantized import QuantPair, QuantWeight
 from jaxinfer.sharding.zigzag import TokenSplit
 from jaxinfer.tools.compile_gate.collectives import Collective
-from jaxinfer.tools.compile_gate.matrix import Target
+from jaxinfer.tools.compile_gate.matrix import ChipTarget
 from jaxinfer.tools.compile_gate.steps import StepProgram
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class StepWork:
     """What one device does in a step; bytes and FLOPs."""
 
     weight_bytes: float
@@ -46,7 +46,7 @@ class Work:
 
 
 @dataclasses.dataclass(frozen=True)
-class Bound:
+class RooflineBound:
     """The terms of the formula, in seconds."""
 
     weights: float
@@ -65,8 +65,8 @@ class Bound:
         return max(terms, key=lambda name: terms[name])
 
 
-def bound(work: Work, target: Target, link_seconds: float) -> Bound:
-    return Bound(
+def roofline_bound(work: StepWork, target: ChipTarget, link_seconds: float) -> RooflineBound:
+    return RooflineBound(
         weights=work.weight_bytes / target.memory_rate,
         cache=work.cache_bytes / target.memory_rate,
         compute=sum(flops / flop_rate(target, kind) for kind, flops in work.flops.items()),
@@ -74,13 +74,13 @@ def bound(work: Work, target: Target, link_seconds: float) -> Bound:
     )
 
 
-def flop_rate(target: Target, kind: str) -> float:
+def flop_rate(target: ChipTarget, kind: str) -> float:
     """A chip without units for a number type computes in the wider one."""
     return target.flops.get(kind, target.flops["bfloat16"])
 
 
 @dataclasses.dataclass(frozen=True)
-class Load:
+class StepLoad:
     """The rows of a step: each brings `new` tokens, the last of which sees `context` tokens."""
 
     rows: int
@@ -101,7 +101,7 @@ class Load:
         return self.rows * min(self.context, (window or self.context) + self.new - 1)
 
 
-def work_of(program: StepProgram, load: Load) -> Work:
+def step_work(program: StepProgram, load: StepLoad) -> StepWork:
     """Of one device of a pipeline's stage, in one call of the step."""
     model = program.model
     layout, config = model.layout, model.local.config
@@ -127,10 +127,10 @@ def work_of(program: StepProgram, load: Load) -> Work:
     per_pair = 2 * heads * (cache.head_dim + (cache.value_dim or cache.head_dim))
     kind = program.model.model.numerics.dtype.name
     flops[kind] = flops.get(kind, 0) + per_pair * sum(map(load.seen, windows)) / layout.size("seq")
-    return Work(weight_bytes, per_token * sum(map(load.cached, windows)), flops)
+    return StepWork(weight_bytes, per_token * sum(map(load.cached, windows)), flops)
 
 
-def tokens_on_a_device(program: StepProgram, load: Load) -> float:
+def tokens_on_a_device(program: StepProgram, load: StepLoad) -> float:
     """A sequence's devices share a step's tokens, but few of them every device has all."""
     bucket = program.config.bucket_for(load.num_tokens)
     return load.num_tokens / TokenSplit.of(program.model.layout, bucket).count
@@ -161,12 +161,12 @@ def _number_type(weight: Any, program: StepProgram) -> str:
     return str(first.activation_dtype) if is_quantized else program.model.model.numerics.dtype.name
 
 
-def link_seconds(collectives: Iterable[Collective], target: Target) -> float:
+def link_seconds(collectives: Iterable[Collective], target: ChipTarget) -> float:
     """Of all collectives of a step, one after another."""
     return sum(c.times * _seconds(c, target) for c in collectives)
 
 
-def _seconds(collective: Collective, target: Target) -> float:
+def _seconds(collective: Collective, target: ChipTarget) -> float:
     """One collective at the best: on a TPU over all links that a chip has in its slice; between
     GPUs of a host over NVLink; over hosts each GPU's adapter carries its share of what must cross,
     and of a permutation, for the GPU whose neighbour is on another host, all.
@@ -189,7 +189,7 @@ def _seconds(collective: Collective, target: Target) -> float:
     return one / target.link_rate + across / target.network_rate
 
 
-def slice_rate(target: Target) -> float:
+def slice_rate(target: ChipTarget) -> float:
     """Bytes/s that leave a device one way: a TPU's axis of 2 chips has one link between them, a
     longer one two at each chip; the devices of a chip share them."""
     if target.platform != "tpu" or target.shape is None:
@@ -198,7 +198,7 @@ def slice_rate(target: Target) -> float:
     return target.link_rate * links / target.devices_per_chip
 
 
-def hosts_of_a_group(collective: Collective, target: Target) -> int:
+def hosts_of_a_group(collective: Collective, target: ChipTarget) -> int:
     """Over how many hosts the most scattered of its groups goes. Devices lie host by host, in the
     order of the mesh."""
     _, per_host = target.shape or (1, 1)

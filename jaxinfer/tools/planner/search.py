@@ -24,15 +24,15 @@ from jaxinfer.sharding.zigzag import TokenSplit
 from jaxinfer.tools.compile_gate.collectives import Collective, groups_over
 from jaxinfer.tools.compile_gate.steps import StepProgram
 from jaxinfer.tools.compile_gate.target import Chip
-from jaxinfer.tools.planner.models import Named
-from jaxinfer.tools.planner.plans import Plan, decode_load, make_plan, rows_at, step_program
+from jaxinfer.tools.planner.models import NamedModel
+from jaxinfer.tools.planner.plans import ModelPlan, decode_load, make_plan, rows_at, step_program
 from jaxinfer.tools.planner.roofline import (
-    Bound,
-    Load,
-    bound,
+    RooflineBound,
+    StepLoad,
     link_seconds,
+    roofline_bound,
+    step_work,
     tokens_on_a_device,
-    work_of,
 )
 
 # Of a device's memory, for what a step takes beside weights and pages. Compiled presets took 0.2
@@ -50,10 +50,10 @@ class Candidate:
     weight_bytes: int
     tokens_cached: int
     rows: int
-    decode: Bound
+    decode: RooflineBound
     tokens_per_second: float  # of all replicas
     tokens_per_second_a_replica: float
-    plan: Plan | None = None  # as compiled
+    plan: ModelPlan | None = None  # as compiled
 
     @property
     def is_refused(self) -> bool:
@@ -75,7 +75,7 @@ def meshes(num_devices: int, asked: MeshConfig) -> Iterator[MeshConfig]:
 
 def candidates(
     chip: Chip,
-    model: Named,
+    model: NamedModel,
     config: EngineConfig,
     quantizations: Sequence[str | None],
     context: int,
@@ -88,7 +88,7 @@ def candidates(
         for kind in quantizations:
             try:
                 changed = dataclasses.replace(config, mesh=mesh, quantize=kind)
-                candidate = by_arithmetic(chip, model, changed, context)
+                candidate = estimate_candidate(chip, model, changed, context)
             except (MeshError, ConfigError):  # does not divide so, or not one page is left
                 continue
             if candidate is not None:
@@ -96,7 +96,9 @@ def candidates(
     return sorted(found, key=lambda c: (c.num_devices, -c.tokens_per_second))
 
 
-def by_arithmetic(chip: Chip, model: Named, config: EngineConfig, context: int) -> Candidate | None:
+def estimate_candidate(
+    chip: Chip, model: NamedModel, config: EngineConfig, context: int
+) -> Candidate | None:
     """None where not one request of `context` tokens fits. Raises `MeshError` where the model does
     not divide, `ConfigError` where not one page fits.
 
@@ -126,11 +128,15 @@ def by_arithmetic(chip: Chip, model: Named, config: EngineConfig, context: int) 
         return None
     load = decode_load(one, rows, context)
     bounds = (
-        bound(work_of(p, load), chip.target, link_seconds(layer_sums(p, load), chip.target))
+        roofline_bound(
+            step_work(p, load),
+            chip.target,
+            link_seconds(estimated_collectives(p, load), chip.target),
+        )
         for p in (one, two)
     )
     terms = map(of_all, *map(dataclasses.astuple, bounds))
-    least = Bound(*terms)
+    least = RooflineBound(*terms)
     replicas, rate = config.mesh.data, rows / stages / least.seconds
     return Candidate(
         config,
@@ -145,7 +151,7 @@ def by_arithmetic(chip: Chip, model: Named, config: EngineConfig, context: int) 
     )
 
 
-def layer_sums(program: StepProgram, load: Load) -> list[Collective]:
+def estimated_collectives(program: StepProgram, load: StepLoad) -> list[Collective]:
     """What the layers of a stage send at the least: two sums a layer over the devices that share
     its heads, what a split sequence takes, and one hand-over to the next stage."""
     model = program.model
@@ -154,15 +160,15 @@ def layer_sums(program: StepProgram, load: Load) -> list[Collective]:
     size = tokens * config.model_dim * model.local.numerics.dtype.itemsize
     found = []
     if layout.axes("heads"):
-        found.append(_over(layout, "heads", "all-reduce", size, 2 * config.num_layers))
+        found.append(_collective_over(layout, "heads", "all-reduce", size, 2 * config.num_layers))
     if layout.axes("cell"):
-        found += _of_sequence(program, load, tokens)
+        found += _sequence_collectives(program, load, tokens)
     if layout.axes("stage"):
-        found.append(_over(layout, "stage", "collective-permute", size))
+        found.append(_collective_over(layout, "stage", "collective-permute", size))
     return found
 
 
-def _of_sequence(program: StepProgram, load: Load, tokens: int) -> list[Collective]:
+def _sequence_collectives(program: StepProgram, load: StepLoad, tokens: int) -> list[Collective]:
     """Attention's, of all layers. Of few tokens each device's results are merged: a maximum and two
     sums of float32 (`sharding/sequence.py`). Of many, new keys and values go round a ring, then
     queries, with what they have gathered (`sharding/ring.py`)."""
@@ -171,7 +177,7 @@ def _of_sequence(program: StepProgram, load: Load, tokens: int) -> list[Collecti
     num_layers, n, cache = config.num_layers, layout.size("seq"), config.cache
     per_head = 4 * tokens * (config.num_heads // layout.parts("heads"))
     values = per_head * (cache.value_dim or cache.head_dim)
-    of = partial(_over, layout, "cell")
+    of = partial(_collective_over, layout, "cell")
     if TokenSplit.of(layout, program.config.bucket_for(load.num_tokens)).count == 1:
         small = of("all-reduce", per_head, 2 * num_layers)
         return [of("all-reduce", values, num_layers), small]
@@ -185,7 +191,9 @@ def _of_sequence(program: StepProgram, load: Load, tokens: int) -> list[Collecti
     ]
 
 
-def _over(layout: Layout, logical: str, kind: str, size: int, times: int = 1) -> Collective:
+def _collective_over(
+    layout: Layout, logical: str, kind: str, size: int, times: int = 1
+) -> Collective:
     """Over the mesh axes that split a logical one."""
     parts = [(axis, 1, layout.size(axis)) for axis in layout.axes(logical)]
     groups = groups_over(dict(layout.sizes), parts)
@@ -194,7 +202,7 @@ def _over(layout: Layout, logical: str, kind: str, size: int, times: int = 1) ->
 
 def search(
     chip: Chip,
-    model: Named,
+    model: NamedModel,
     config: EngineConfig,
     quantizations: Sequence[str | None],
     context: int,
@@ -238,6 +246,6 @@ def largest_mesh(program: StepProgram) -> MeshConfig | None:
     return None
 
 
-def _has_experts(model: Named) -> bool:
+def _has_experts(model: NamedModel) -> bool:
     layers = getattr(model.config, "layers", ())
     return any(layer.experts is not None for layer in layers)

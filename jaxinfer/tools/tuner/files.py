@@ -17,7 +17,7 @@ def figure(tried: Row) -> float | None:
     return tried.get("seconds", tried.get("estimate"))
 
 
-def choose(rows: Sequence[Row]) -> Row | None:
+def best_tiling(rows: Sequence[Row]) -> Row | None:
     """The tiling that is best over all cases of one key, if it beats today's by `LEAST_GAIN`.
 
     A case's figures count relative to today's, so that a long case does not outweigh a short one;
@@ -45,7 +45,7 @@ def choose(rows: Sequence[Row]) -> Row | None:
     return {"tiling": json.loads(best), "share": means[best]}
 
 
-def by_key(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
+def group_by_key(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
     """Measured rows by operator/backend and key."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
@@ -55,7 +55,7 @@ def by_key(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
     return groups
 
 
-def write(path: Path, chosen: dict[tuple[str, str], Row]) -> None:
+def write_tilings(path: Path, chosen: dict[tuple[str, str], Row]) -> None:
     """Put the chosen tilings into a device's file; what it holds of other keys stays."""
     known: dict[str, dict[str, Any]] = {}
     if path.exists():

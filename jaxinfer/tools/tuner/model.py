@@ -27,8 +27,8 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 
 from jaxinfer.kernels.triton_launch import TritonLaunch
-from jaxinfer.tools.compile_gate.matrix import Target
-from jaxinfer.tools.compile_gate.text import Resources
+from jaxinfer.tools.compile_gate.matrix import ChipTarget
+from jaxinfer.tools.compile_gate.text import KernelResources
 
 LATENCY = 7e-7  # seconds from a load to its data, under load: 600 to 800 ns on these chips
 LAUNCH_SECONDS = 2e-6  # between two kernels of one program
@@ -48,15 +48,15 @@ class Gpu:
     matrix_rate: float  # FLOP/s
 
     @classmethod
-    def of_target(cls, target: Target) -> Gpu:
+    def of_target(cls, target: ChipTarget) -> Gpu:
         """From the target's file."""
-        cores, clock = target.of_gpu("core_count"), target.of_gpu("clock_rate_ghz") * 1e9
+        cores, clock = target.gpu_field("core_count"), target.gpu_field("clock_rate_ghz") * 1e9
         return cls(
             multiprocessors=int(cores),
-            registers=int(target.of_gpu("registers_per_core_limit")),
-            shared_bytes=int(target.of_gpu("shared_memory_per_core")),
-            threads=int(target.of_gpu("threads_per_core_limit")),
-            bandwidth=target.of_gpu("memory_bandwidth"),
+            registers=int(target.gpu_field("registers_per_core_limit")),
+            shared_bytes=int(target.gpu_field("shared_memory_per_core")),
+            threads=int(target.gpu_field("threads_per_core_limit")),
+            bandwidth=target.gpu_field("memory_bandwidth"),
             matrix_rate=cores * clock * MATRIX_FLOPS[target.compute_capability or 80],
         )
 
@@ -72,7 +72,7 @@ class Estimate:
     shared_bytes: int
 
 
-def resident_blocks(gpu: Gpu, resources: Resources, num_warps: int) -> int:
+def resident_blocks(gpu: Gpu, resources: KernelResources, num_warps: int) -> int:
     """Blocks that share a multiprocessor; 0 if not even one fits."""
     of_warp = -(-resources.registers * 32 // 256) * 256
     limits = (
@@ -87,7 +87,7 @@ def resident_blocks(gpu: Gpu, resources: Resources, num_warps: int) -> int:
 def estimate(
     gpu: Gpu,
     launches: Sequence[TritonLaunch],
-    resources: Sequence[Resources],
+    resources: Sequence[KernelResources],
     bytes_moved: int,
     flops: int,
 ) -> Estimate:

@@ -12,7 +12,7 @@ import jax
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from jaxinfer.tools.compile_gate.kernels import TritonCompiler
-from jaxinfer.tools.compile_gate.matrix import Target, load_target
+from jaxinfer.tools.compile_gate.matrix import ChipTarget, load_target
 from jaxinfer.tools.compile_gate.target import Chip
 from jaxinfer.tools.compile_gate.text import first_reason
 from jaxinfer.tools.device_check import kernels
@@ -53,10 +53,12 @@ def fields_of(tiling: Any) -> Job | None:
 
 
 @contextlib.contextmanager
-def traced_for(target: Target) -> Iterator[None]:
+def traced_for(target: ChipTarget) -> Iterator[None]:
     """Tracing inside is for that GPU, which need not be here, nor its compiler but Triton."""
     device = AbstractDevice(
-        device_kind=target.device_kind, num_cores=int(target.of_gpu("core_count")), platform="gpu"
+        device_kind=target.device_kind,
+        num_cores=int(target.gpu_field("core_count")),
+        platform="gpu",
     )
     with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
         yield
@@ -72,7 +74,7 @@ def _chip(name: str) -> Chip:
     return Chip(load_target(name))
 
 
-def compiled(job: Job, case: Case, tiling: Any, target: Target) -> Job:
+def compile_tiling(job: Job, case: Case, tiling: Any, target: ChipTarget) -> Job:
     """What a compiler makes of a tiling: an estimate of a Triton kernel's time, or why not."""
     found: Job = {"tiling": fields_of(tiling)}
     keywords = {} if tiling is None else {"tiling": tiling}
@@ -96,10 +98,12 @@ def compiled(job: Job, case: Case, tiling: Any, target: Target) -> Job:
         return found | {"reason": first_reason(error)}
 
 
-def ranked(job: Job, case: Case, tilings: list[Any], target: Target) -> list[tuple[Any, Job]]:
+def rank_tilings(
+    job: Job, case: Case, tilings: list[Any], target: ChipTarget
+) -> list[tuple[Any, Job]]:
     """Tilings with what compiling found, the model's best first and those that fail last; one
     without an estimate keeps its place in the backend's own order."""
-    found = [(tiling, compiled(job, case, tiling, target)) for tiling in tilings]
+    found = [(tiling, compile_tiling(job, case, tiling, target)) for tiling in tilings]
     return sorted(found, key=lambda pair: ("reason" in pair[1], pair[1].get("estimate", 0.0)))
 
 
@@ -116,12 +120,12 @@ def tune(job: Job) -> Job:
         kind = target.device_kind
         if target.platform == "tpu":
             kind = _chip(target.name).device.device_kind
-        order = ranked(job, case, [None, *tilings], target)
+        order = rank_tilings(job, case, [None, *tilings], target)
         return {"key": key, "device": kind, "tried": [found for _, found in order]}
     kind = jax.devices()[0].device_kind
     like = next((name for part, name in LIKE.items() if part in kind), None)
     if job["backend"] == "gpu" and like is not None and not job["rehearse"]:
-        order = ranked(job, case, tilings, load_target(like))
+        order = rank_tilings(job, case, tilings, load_target(like))
     else:
         order = [(tiling, {"tiling": fields_of(tiling)}) for tiling in tilings]
     dropped = [found for _, found in order if "reason" in found]

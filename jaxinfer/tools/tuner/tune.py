@@ -91,13 +91,15 @@ def run(names: list[str], folders: list[str]) -> bool:
     """Tune; whether nothing failed."""
     from jaxinfer.tools.compile_gate.matrix import load_target
     from jaxinfer.tools.compile_gate.run import ENVIRONMENT
-    from jaxinfer.tools.fed_child import FedChild
+    from jaxinfer.tools.job_process import JobProcess
 
     settings = environment(folders, rehearse=REHEARSE.value)
     if TARGET.value:
         settings |= ENVIRONMENT
     rows: list[dict[str, Any]] = []
-    with FedChild([sys.executable, "-m", "device_checks.worker"], settings) as child:
+    with JobProcess(
+        [sys.executable, "-m", "jaxinfer.tools.device_check.worker"], settings
+    ) as child:
         if TARGET.value:
             platform = load_target(TARGET.value).platform
         else:
@@ -125,8 +127,8 @@ def write_best(rows: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, An
     from jaxinfer.kernels import tuning
     from jaxinfer.tools.tuner import files
 
-    groups = files.by_key(rows)
-    winners = {place: files.choose(group) for place, group in groups.items()}
+    groups = files.group_by_key(rows)
+    winners = {place: files.best_tiling(group) for place, group in groups.items()}
     chosen = {place: winner for place, winner in winners.items() if winner is not None}
     how = ", by the model" if TARGET.value else ""
     print(f"\n{len(groups)} keys; {len(chosen)} have a better tiling than today's{how}")
@@ -137,7 +139,7 @@ def write_best(rows: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, An
         kind = next(row["device"] for row in rows if row["status"] == "measured")
         name = tuning.file_of(kind).name
         path = Path(FOLDER.value or tuning.FOLDER) / name
-        files.write(path, chosen)
+        files.write_tilings(path, chosen)
         print(f"written to {path}")
     return chosen
 

@@ -1,8 +1,9 @@
 """The serving case `chaos`: requests that end in every way a client can end them.
 
-Each request does one of `ACTIONS`, drawn by the seed, over one of the doors. What may come of it is
-known beforehand; anything else counts as a surprise. Afterwards nothing of all this may be left in
-the server: it runs with `check_every_step`, so it would have died had a page been lost on the way.
+Each request does one of `ACTIONS`, drawn by the seed, over one of the endpoints. What may come of
+it is known beforehand; anything else counts as a surprise. Afterwards nothing of all this may be
+left in the server: it runs with `check_every_step`, so it would have died had a page been lost on
+the way.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from typing import Any
 import numpy as np
 
 from jaxinfer.tools.bench.report import Measure
-from jaxinfer.tools.bench.serve_cases.latency import CaseOptions, doors, settle
+from jaxinfer.tools.bench.serve_cases.latency import CaseOptions, endpoints, wait_until_idle
 from jaxinfer.tools.bench.serve_cases.server import Server, running
 from jaxinfer.tools.load_client.http import HttpClient
-from jaxinfer.tools.load_client.load import Client, Target, opened, send_one
+from jaxinfer.tools.load_client.load import Client, Endpoint, open_client, send_one
 from jaxinfer.tools.load_client.record import Record
-from jaxinfer.tools.load_client.workload import Job
+from jaxinfer.tools.load_client.workload import LoadJob
 
 CLIENTS = 48
 # The server's own threads that come and go with load end after a while of quiet.
@@ -44,25 +45,25 @@ ACTIONS: Mapping[str, tuple[float, set[str]]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Prank:
+class FaultyRequest:
     """One request of the case."""
 
     action: str
-    job: Job
+    job: LoadJob
     after_s: float  # of a client that leaves
     fields: Mapping[str, Any]
 
 
-def draw_pranks(options: CaseOptions, count: int, seed: int) -> list[Prank]:
+def draw_faulty_requests(options: CaseOptions, count: int, seed: int) -> list[FaultyRequest]:
     """`count` of them, the same for the same seed."""
     generator = np.random.default_rng([seed, 4])
     names = list(ACTIONS)
     weights = [ACTIONS[name][0] for name in names]
     prompts = options.prompts(seed)
-    pranks = []
+    requests = []
     for index, choice in enumerate(generator.choice(len(names), count, p=weights)):
         prompt = prompts.make(index, int(generator.integers(1, 200)))
-        job = Job(prompt, int(np.exp(generator.normal(np.log(16), 1)).clip(1, 200)))
+        job = LoadJob(prompt, int(np.exp(generator.normal(np.log(16), 1)).clip(1, 200)))
         fields: dict[str, Any] = {"temperature": float(generator.choice([0.0, 0.7, 1.3]))}
         if generator.random() < 0.3:
             fields |= {"seed": int(generator.integers(1, 2**31)), "top_p": 0.9}
@@ -74,24 +75,26 @@ def draw_pranks(options: CaseOptions, count: int, seed: int) -> list[Prank]:
         elif names[choice] == "wrong":
             fields |= {"temperature": -1.0} if generator.random() < 0.5 else {"top_p": 7.0}
         after_s = float(generator.exponential(0.7))
-        pranks.append(Prank(names[choice], job, after_s, fields))
-    return pranks
+        requests.append(FaultyRequest(names[choice], job, after_s, fields))
+    return requests
 
 
-async def play(client: Client, target: Target, prank: Prank, timeout_s: float) -> str | None:
+async def send_faulty(
+    client: Client, target: Endpoint, request: FaultyRequest, timeout_s: float
+) -> str | None:
     """Do it; the kind of error that came of it, or None for a whole answer."""
     start = time.monotonic()
     record = Record(0, 0.0)
     clock = lambda: time.monotonic() - start
     is_http = isinstance(client, HttpClient)
-    if is_http and prank.action in ("do not read", "half a request"):
-        return await _unread(client, target, prank)
-    fields = dict(prank.fields)
-    if not is_http and prank.action == "deadline" and prank.job.max_tokens % 2:
+    if is_http and request.action in ("do not read", "half a request"):
+        return await _unread(client, target, request)
+    fields = dict(request.fields)
+    if not is_http and request.action == "deadline" and request.job.max_tokens % 2:
         fields["deadline_s"] = fields.pop("timeout_s")  # the call's own, as often as the field
-    task = asyncio.create_task(send_one(client, prank.job, record, clock, timeout_s, fields))
-    if prank.action in ("leave", "leave at once", "do not read", "half a request"):
-        wait_s = 0.0 if prank.action == "leave at once" else prank.after_s
+    task = asyncio.create_task(send_one(client, request.job, record, clock, timeout_s, fields))
+    if request.action in ("leave", "leave at once", "do not read", "half a request"):
+        wait_s = 0.0 if request.action == "leave at once" else request.after_s
         await asyncio.wait([task], timeout=wait_s)
         if not task.done():
             task.cancel()
@@ -101,36 +104,38 @@ async def play(client: Client, target: Target, prank: Prank, timeout_s: float) -
     return record.error
 
 
-async def _unread(client: HttpClient, target: Target, prank: Prank) -> str:
+async def _unread(client: HttpClient, target: Endpoint, request: FaultyRequest) -> str:
     """Send a request, or half of it, read nothing, and close."""
-    request = client.request("POST", None, client.body(prank.job, prank.fields))
+    data = client.request("POST", None, client.body(request.job, request.fields))
     host, _, port = target.address.removeprefix("http://").partition(":")
     _, writer = await asyncio.open_connection(host, int(port), limit=1)
-    writer.write(request if prank.action == "do not read" else request[: len(request) // 2])
-    await asyncio.sleep(prank.after_s)
+    writer.write(data if request.action == "do not read" else data[: len(data) // 2])
+    await asyncio.sleep(request.after_s)
     writer.close()
     await asyncio.gather(writer.wait_closed(), return_exceptions=True)
     return "left"
 
 
-async def play_all(server: Server, options: CaseOptions, pranks: list[Prank]) -> list[str]:
-    """All of them over both doors in turn; what was surprising."""
+async def send_all_faulty(
+    server: Server, options: CaseOptions, requests: list[FaultyRequest]
+) -> list[str]:
+    """All of them over both endpoints in turn; what was surprising."""
     surprises: list[str] = []
     outcomes: collections.Counter[str] = collections.Counter()
-    targets = list(doors(server, ignore_eos=False).values())
-    async with opened(targets[0]) as http, opened(targets[1]) as grpc:
-        queue = enumerate(pranks)
+    targets = list(endpoints(server, ignore_eos=False).values())
+    async with open_client(targets[0]) as http, open_client(targets[1]) as grpc:
+        queue = enumerate(requests)
 
         async def work() -> None:
-            for index, prank in queue:
+            for index, request in queue:
                 side = index % 2
                 client, target = (http, grpc)[side], targets[side]
-                error = await play(client, target, prank, options.timeout_s)
+                error = await send_faulty(client, target, request, options.timeout_s)
                 outcomes[error or "answered"] += 1
-                if error is None and prank.action != "wrong":
+                if error is None and request.action != "wrong":
                     continue
-                if error not in ACTIONS[prank.action][1] | REFUSED:
-                    surprises.append(f"{prank.action}: {error or 'answered'} ({target.api})")
+                if error not in ACTIONS[request.action][1] | REFUSED:
+                    surprises.append(f"{request.action}: {error or 'answered'} ({target.api})")
 
         async with asyncio.TaskGroup() as tasks:
             for _ in range(CLIENTS):
@@ -144,12 +149,12 @@ def chaos(options: CaseOptions) -> list[Measure]:
     count = options.count(2000)
     server = options.server("check_every_step=true")
     with running(server):
-        warm_up = draw_pranks(options, max(2 * CLIENTS, count // 10), options.seed + 1)
-        asyncio.run(play_all(server, options, warm_up))
+        warm_up = draw_faulty_requests(options, max(2 * CLIENTS, count // 10), options.seed + 1)
+        asyncio.run(send_all_faulty(server, options, warm_up))
         before = _left(server, None)
         start = time.monotonic()
         surprises = asyncio.run(
-            play_all(server, options, draw_pranks(options, count, options.seed))
+            send_all_faulty(server, options, draw_faulty_requests(options, count, options.seed))
         )
         print(f"chaos: {count} requests in {time.monotonic() - start:.1f} s")
         after = _left(server, before)
@@ -170,7 +175,7 @@ def _left(server: Server, before: Mapping[str, float] | None) -> dict[str, float
     """What is in the server once it is idle; waits up to `QUIET_S` for no more than `before`."""
     deadline = time.monotonic() + QUIET_S
     while True:
-        metrics = settle(server)
+        metrics = wait_until_idle(server)
         pages = {s: metrics[f'jaxinfer_pages{{state="{s}"}}'] for s in ("free", "cached", "owned")}
         left = {
             "under way": metrics["jaxinfer_requests_under_way"],

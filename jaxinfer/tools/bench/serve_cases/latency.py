@@ -14,16 +14,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxinfer.tools.bench.report import Measure
-from jaxinfer.tools.bench.serve_cases.server import Reference, Server, ServerError, running
-from jaxinfer.tools.load_client.load import Client, Target, load_target, opened, run_load
+from jaxinfer.tools.bench.serve_cases.server import ReferenceEngine, Server, ServerError, running
+from jaxinfer.tools.load_client.load import Client, Endpoint, load_endpoint, open_client, run_load
 from jaxinfer.tools.load_client.record import LoadResult
-from jaxinfer.tools.load_client.workload import Job, Lengths, PromptMaker, make_jobs
+from jaxinfer.tools.load_client.workload import Lengths, LoadJob, PromptMaker, make_jobs
 
 CLIENTS = 16  # and rows of the engine
 LENGTHS = Lengths("uniform", (16, 64)), Lengths("uniform", (64, 192))  # prompts, outputs
-SETTLE_S = 30.0  # for a server to notice that everybody has left
+IDLE_TIMEOUT_S = 30.0  # for a server to notice that everybody has left
 ADDED_MS = 10.0
-WARM_UP_TURNS = 5
+WARM_UP_ROUNDS = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,26 +56,26 @@ class CaseOptions:
         settings = (*self.settings, f"scheduler.max_num_seqs={CLIENTS}", *settings)
         return Server(self.model, self.preset, settings, _log("server"))
 
-    def reference(self) -> Reference:
+    def reference(self) -> ReferenceEngine:
         """The engine alone, with the same options."""
         settings = (*self.settings, f"scheduler.max_num_seqs={CLIENTS}")
-        return Reference(self.model, self.preset, settings, _log("reference"))
+        return ReferenceEngine(self.model, self.preset, settings, _log("reference"))
 
 
 def _log(name: str) -> Path:
     return Path(tempfile.mkdtemp(prefix="bench_serve-")) / f"{name}.log"
 
 
-def doors(server: Server, **fields: object) -> dict[str, Target]:
-    """Both doors, greedy and to the full length."""
+def endpoints(server: Server, **fields: object) -> dict[str, Endpoint]:
+    """Both endpoints, greedy and to the full length."""
     fields = {"temperature": 0, "ignore_eos": True} | fields
     return {
-        "HTTP": Target("completions", server.http, server.model, fields=fields),
-        "gRPC": Target("grpc", server.grpc, fields=fields),
+        "HTTP": Endpoint("completions", server.http, server.model, fields=fields),
+        "gRPC": Endpoint("grpc", server.grpc, fields=fields),
     }
 
 
-def checked(result: LoadResult) -> LoadResult:
+def require_answers(result: LoadResult) -> LoadResult:
     """The same; raises where a request was not answered whole."""
     for record in result.records:
         if record.error is not None:
@@ -104,9 +104,9 @@ def throughput(options: CaseOptions) -> list[Measure]:
                 lens = [job.max_tokens for job in jobs[0]]
                 seconds = reference.generate([job.prompt for job in jobs[0]], lens)
                 found = {"LLM.generate": sum(lens) / seconds}
-                for (name, target), work in zip(doors(server).items(), jobs[1:], strict=True):
-                    load = load_target(target, work, timeout_s=options.timeout_s, clients=CLIENTS)
-                    result = checked(asyncio.run(load))
+                for (name, target), work in zip(endpoints(server).items(), jobs[1:], strict=True):
+                    load = load_endpoint(target, work, timeout_s=options.timeout_s, clients=CLIENTS)
+                    result = require_answers(asyncio.run(load))
                     found[name] = result.tokens_per_s
                     shares += result.cpu_shares
                 if turn > 0:  # the first round warms both up
@@ -126,15 +126,15 @@ def first_token(options: CaseOptions) -> list[Measure]:
     reference = options.reference()
 
     async def turns(server: Server) -> None:
-        targets = doors(server)
-        async with opened(targets["HTTP"], 1) as http, opened(targets["gRPC"], 1) as grpc:
+        targets = endpoints(server)
+        async with open_client(targets["HTTP"], 1) as http, open_client(targets["gRPC"], 1) as grpc:
             clients = {"HTTP": http, "gRPC": grpc}
-            for turn in range(WARM_UP_TURNS + options.count(60)):
+            for turn in range(WARM_UP_ROUNDS + options.count(60)):
                 prompts = [options.prompts(turn).make(side, 32) for side in range(3)]
                 found = {"engine": await asyncio.to_thread(reference.first_token, prompts[0])}
                 for (name, client), prompt in zip(clients.items(), prompts[1:], strict=True):
                     found[name] = await _first_token(client, prompt, options.timeout_s)
-                if turn >= WARM_UP_TURNS:
+                if turn >= WARM_UP_ROUNDS:
                     for name, seconds in found.items():
                         times[name].append(seconds * 1e3)
 
@@ -154,17 +154,18 @@ def first_token(options: CaseOptions) -> list[Measure]:
 
 async def _first_token(client: Client, prompt: str | list[int], timeout_s: float) -> float:
     """Seconds to the first text; the server is idle before and after."""
-    load = run_load(client, [Job(prompt, 4)], timeout_s=timeout_s, clients=1)
-    [record] = checked(await load).records
+    load = run_load(client, [LoadJob(prompt, 4)], timeout_s=timeout_s, clients=1)
+    [record] = require_answers(await load).records
     await asyncio.sleep(0.02)  # the engine's last, surplus step
     if record.ttft_s is None:
         raise ServerError("an answer of 4 tokens had no text; choose another --seed")
     return record.ttft_s
 
 
-def settle(server: Server) -> dict[str, float]:
-    """The server's metrics once nothing is under way in it, or as they are after `SETTLE_S`."""
-    deadline = time.monotonic() + SETTLE_S
+def wait_until_idle(server: Server) -> dict[str, float]:
+    """The server's metrics once nothing is under way in it, or as they are after
+    `IDLE_TIMEOUT_S`."""
+    deadline = time.monotonic() + IDLE_TIMEOUT_S
     while True:
         metrics = server.metrics()
         busy = metrics["jaxinfer_requests_under_way"] + metrics['jaxinfer_pages{state="owned"}']

@@ -85,7 +85,7 @@ class _Process:
 
 
 class Server(_Process):
-    """A running server with both doors open, ready to answer."""
+    """A running server with both endpoints open, ready to answer."""
 
     def __init__(self, model: str, preset: str | None, settings: Sequence[str], log: Path):
         arguments = [f"--model={model}", "--http_port=0", "--grpc_port=0"]
@@ -129,7 +129,7 @@ class Server(_Process):
         raise ServerError(f"no {name} in the process's status")
 
 
-class Reference(_Process):
+class ReferenceEngine(_Process):
     """The engine alone, in a process of its own: what the server is compared with."""
 
     def __init__(self, model: str, preset: str | None, settings: Sequence[str], log: Path):
@@ -156,7 +156,7 @@ class Reference(_Process):
 
 
 @contextlib.contextmanager
-def running(process: Server | Reference) -> Iterator[None]:
+def running(process: Server | ReferenceEngine) -> Iterator[None]:
     """Stop it at the end; a server has to end with status 0. Its log stays if anything failed."""
     try:
         yield

@@ -8,11 +8,16 @@ import time
 from collections.abc import Sequence
 
 from jaxinfer.tools.bench.report import Measure
-from jaxinfer.tools.bench.serve_cases.latency import CLIENTS, CaseOptions, doors, settle
+from jaxinfer.tools.bench.serve_cases.latency import (
+    CLIENTS,
+    CaseOptions,
+    endpoints,
+    wait_until_idle,
+)
 from jaxinfer.tools.bench.serve_cases.server import Server, running
-from jaxinfer.tools.load_client.load import Target, opened, run_load
+from jaxinfer.tools.load_client.load import Endpoint, open_client, run_load
 from jaxinfer.tools.load_client.record import LoadResult, percentile
-from jaxinfer.tools.load_client.workload import Job, Lengths, make_jobs, poisson_times
+from jaxinfer.tools.load_client.workload import Lengths, LoadJob, make_jobs, poisson_times
 
 MAX_WAITING = 64  # the queue limit of `overload`
 REFUSED_MS = 100.0
@@ -27,7 +32,7 @@ def overload(options: CaseOptions) -> list[Measure]:
     measures: list[Measure] = []
     refused_by = {"HTTP": "HTTP 429", "gRPC": "RESOURCE_EXHAUSTED"}
     with running(server):
-        targets = doors(server)
+        targets = endpoints(server)
         targets["gRPC"] = dataclasses.replace(targets["gRPC"], api="frames")
         for name, target in targets.items():
             rounds: list[LoadResult] = []
@@ -37,14 +42,14 @@ def overload(options: CaseOptions) -> list[Measure]:
                 lengths = Lengths("fixed", (32,)), Lengths("fixed", (32,))
                 jobs = make_jobs(prompts, *lengths, [0.0] * count, turn)
                 rounds.append(asyncio.run(_burst(target, jobs, options.timeout_s)))
-                settle(server)
+                wait_until_idle(server)
                 memory.append(server.rss_bytes)
             measures += _overload_measures(name, refused_by[name], rounds[1:], memory)
     return measures
 
 
-async def _burst(target: Target, jobs: Sequence[Job], timeout_s: float) -> LoadResult:
-    async with opened(target, len(jobs)) as client:
+async def _burst(target: Endpoint, jobs: Sequence[LoadJob], timeout_s: float) -> LoadResult:
+    async with open_client(target, len(jobs)) as client:
         await asyncio.sleep(0.5)  # the server has taken all connections
         return await run_load(client, jobs, timeout_s=timeout_s)
 
@@ -83,13 +88,14 @@ def _overload_measures(
 
 
 def soak(options: CaseOptions) -> list[Measure]:
-    """Steady load over both doors for `minutes`; memory after the first five, and at the end."""
+    """Steady load over both endpoints for `minutes`; memory after the first five, and at the
+    end."""
     seconds = options.minutes * 60
     warm_s = min(SOAK_WARM_S, seconds / 2)
     server = options.server()
     with running(server):
         samples, results = asyncio.run(_steady(options, server, seconds))
-        metrics = settle(server)
+        metrics = wait_until_idle(server)
     base = next(rss for at, rss in samples if at >= warm_s)
     growth = (max(rss for at, rss in samples if at >= warm_s) / base - 1) * 100
     records = [record for result in results for record in result.records]
@@ -113,14 +119,14 @@ async def _steady(
     """Resident memory by seconds since the start, and what each door's load brought."""
     start = time.monotonic()
     results, loads = [], []
-    for side, target in enumerate(doors(server).values()):
+    for side, target in enumerate(endpoints(server).values()):
         seed = options.seed * 2 + side
         count = max(1, round(options.rate / 2 * seconds))
         times = poisson_times(options.rate / 2, count, seed)
         lengths = Lengths("uniform", (16, 128)), Lengths("lognormal", (48, 0.8, 8, 192))
         jobs = make_jobs(options.prompts(side), *lengths, times, seed)
         results.append(LoadResult([], [], []))
-        load = _one_side(target, jobs, options.timeout_s, start, results[-1])
+        load = _load_one(target, jobs, options.timeout_s, start, results[-1])
         loads.append(asyncio.create_task(load))
     samples = []
     step_s = min(60.0, seconds / 6)
@@ -136,10 +142,10 @@ async def _steady(
     return samples, results
 
 
-async def _one_side(
-    target: Target, jobs: Sequence[Job], timeout_s: float, start: float, result: LoadResult
+async def _load_one(
+    target: Endpoint, jobs: Sequence[LoadJob], timeout_s: float, start: float, result: LoadResult
 ) -> None:
-    async with opened(target) as client:
+    async with open_client(target) as client:
         await run_load(client, jobs, timeout_s=timeout_s, start=start, result=result)
 
 

@@ -2,7 +2,7 @@
 crashes or hangs costs one job and not the run.
 
 The child calls `serve`; its standard output is the line to its parent, JSON an event, and whatever
-else writes there goes to standard error instead. The parent holds a `FedChild`.
+else writes there goes to standard error instead. The parent holds a `JobProcess`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LAST_WORDS = 2000
 Event = dict[str, Any]
 
 
-def serve(handle: Callable[[Event, Callable[[Event], None]], Event]) -> None:
+def serve_jobs(handle: Callable[[Event, Callable[[Event], None]], Event]) -> None:
     """In the child: answer every job that comes on standard input with `handle(job, tell)`.
 
     `tell(event)` reports progress, and gives the job its time anew.
@@ -43,7 +43,7 @@ def serve(handle: Callable[[Event, Callable[[Event], None]], Event]) -> None:
         tell({"done": handle(json.loads(line), tell)})
 
 
-class FedChild:
+class JobProcess:
     """The parent's end. `ask` starts the process where none runs; `close` ends it."""
 
     def __init__(self, command: Sequence[str | Path], environment: Mapping[str, str | None]):
@@ -84,7 +84,7 @@ class FedChild:
         self._kill()
         self._folder.cleanup()
 
-    def __enter__(self) -> FedChild:
+    def __enter__(self) -> JobProcess:
         return self
 
     def __exit__(self, *error: object) -> None:
