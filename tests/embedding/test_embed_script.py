@@ -1,4 +1,4 @@
-"""`jaxinfer embed`: a JSON object a text, or an error that names the text."""
+"""`jaxinfer embed`: one JSON object per text, or an error that names the text."""
 
 import json
 import subprocess
@@ -24,7 +24,7 @@ def run(
     )
 
 
-def test_texts_of_a_file_come_out_in_order():
+def test_embed_command_writes_texts_of_a_file_in_order():
     texts = ["the cat", "a dog " * 60, 'quo"te\n'[:-1]]
     done = run(
         "--texts_file=-",
@@ -38,33 +38,33 @@ def test_texts_of_a_file_come_out_in_order():
     assert [row["text"] for row in rows] == texts and [row["index"] for row in rows] == [0, 1, 2]
     embedder = tiny_embedder()
     ids = [encode_text(embedder, t, prompt_name="query", truncate=True) for t in texts]
-    wanted = finalize_vectors(embedder, embedder.embed(ids), dimensions=8)
+    expected = finalize_vectors(embedder, embedder.embed(ids), dimensions=8)
     assert [row["num_tokens"] for row in rows] == [len(each) for each in ids]
-    assert np.abs(np.array([row["embedding"] for row in rows]) - wanted).max() < 1e-5
+    assert np.abs(np.array([row["embedding"] for row in rows]) - expected).max() < 1e-5
     assert "tiny: 24,352 parameters, 0.1 MB, 4.00 bytes each" in done.stderr
 
 
-def test_one_bad_text_fails_all_of_them_by_name():
+def test_one_invalid_text_fails_the_command_by_name():
     done = run("--text=a", "--text=" + "the cat " * 60)
     assert done.returncode == 2 and not done.stdout
     assert "error: text 1: the text has" in done.stderr
 
 
 @pytest.mark.parametrize(
-    ("script", "flags", "said"),
+    ("script", "flags", "error_text"),
     [
         ("embed", ["--text=a"], "tiny: this model generates and embeds nothing"),
         ("generate", ["--prompt=a"], "tiny: this model is an encoder"),
     ],
 )
-def test_a_model_for_something_else_is_refused_before_anything_is_compiled(script, flags, said):
+def test_model_of_the_wrong_kind_is_refused_before_compilation(script, flags, error_text):
     model = decoder() if script == "embed" else checkpoint()
     done = run(*flags, script=script, model=model)
     assert done.returncode == 2 and not done.stdout
-    assert f"error: {said}" in done.stderr and "compiling" not in done.stderr
+    assert f"error: {error_text}" in done.stderr and "compiling" not in done.stderr
 
 
-def test_lines_that_are_no_texts_are_named_before_the_model_is_loaded():
+def test_invalid_lines_are_named_before_the_model_is_loaded():
     done = run("--texts_file=-", texts='"a"\n3\nb\n')
     assert done.returncode == 2 and not done.stdout
     assert "line 2 holds a JSON int, not a string; line 3 is not JSON" in done.stderr

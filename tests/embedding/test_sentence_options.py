@@ -1,4 +1,4 @@
-"""What a checkpoint says about embedding texts with it: read, or refused by name."""
+"""A checkpoint's embedding options are read, or refused by name."""
 
 import dataclasses
 import fnmatch
@@ -20,7 +20,7 @@ DENSE = {"idx": 2, "path": "2_Dense", "type": "sentence_transformers.models.Dens
 
 @pytest.fixture
 def options_of(tmp_path):
-    """The options of a directory with `FILES` and changes to them; None takes a file away."""
+    """Return a function that reads the options of `FILES` with changes; None removes a file."""
 
     def read(changes=None) -> SentenceOptions:
         folder = write_huggingface(CASES["bert"], {}, tmp_path / "model")
@@ -39,22 +39,22 @@ def pooling(**config):
 
 
 def at(path):
-    """The steps, with the pooling's files somewhere else."""
+    """Return the steps, with the pooling step's files in `path`."""
     return [MODULES[0], {**MODULES[1], "path": path}]
 
 
-def test_all_files_together(options_of):
+def test_sentence_transformers_files_are_read(options_of):
     options = options_of()
     assert options == SentenceOptions(
         ("mean",), True, 48, False, {"query": "query: ", "document": ""}, None
     )
 
 
-def test_without_files_it_is_the_plain_mean(options_of):
+def test_options_without_files_are_the_unnormalized_mean(options_of):
     assert options_of({"modules.json": None}) == SentenceOptions(("mean",), normalize=False)
 
 
-def test_normalization_is_a_step_of_its_own(options_of):
+def test_normalization_is_read_from_the_steps(options_of):
     assert options_of({"modules.json": MODULES[:2]}).normalize is False
 
 
@@ -72,11 +72,11 @@ def test_normalization_is_a_step_of_its_own(options_of):
         ({}, ("mean",)),
     ],
 )
-def test_pooling_in_the_older_and_the_newer_spelling(options_of, config, modes):
+def test_pooling_is_read_from_the_older_and_newer_keys(options_of, config, modes):
     assert options_of(pooling(**config)).pooling == modes
 
 
-def test_newer_names_of_the_steps(options_of):
+def test_newer_step_names_are_read(options_of):
     steps = ["base.modules.transformer.Transformer", "sentence_transformer.modules.Pooling"]
     modules = [
         {"idx": i, "path": path, "type": f"sentence_transformers.{step}"}
@@ -85,7 +85,7 @@ def test_newer_names_of_the_steps(options_of):
     assert options_of({"modules.json": modules}).pooling == ("mean",)
 
 
-def test_files_named_after_the_model_they_were_made_for(options_of):
+def test_sentence_config_named_after_another_model_is_read(options_of):
     changes = {
         "sentence_bert_config.json": None,
         "sentence_xlm-roberta_config.json": {"max_seq_length": 30, "do_lower_case": True},
@@ -94,13 +94,13 @@ def test_files_named_after_the_model_they_were_made_for(options_of):
     assert options.max_len == 30 and options.lower_case is True
 
 
-def test_a_default_prompt(options_of):
+def test_default_prompt_is_read(options_of):
     config = {"prompts": {"query": "query: "}, "default_prompt_name": "query"}
     assert options_of({"config_sentence_transformers.json": config}).default_prompt_name == "query"
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "error_text"),
     [
         ({"modules.json": [*MODULES[:2], DENSE]}, "the step Dense .'2_Dense'. is not supported"),
         ({"modules.json": MODULES[::-1]}, "in this order"),
@@ -125,24 +125,24 @@ def test_a_default_prompt(options_of):
         ({"config_sentence_transformers.json": {"default_prompt_name": "q"}}, "'q' is not among"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(options_of, changes, said):
-    with pytest.raises(CheckpointError, match=said):
+def test_unsupported_sentence_options_are_refused_by_name(options_of, changes, error_text):
+    with pytest.raises(CheckpointError, match=error_text):
         options_of(changes)
 
 
-def test_all_problems_are_told_at_once(options_of):
+def test_all_problems_are_listed_in_one_error(options_of):
     changes = {"modules.json": [*MODULES[:2], DENSE], "sentence_bert_config.json": "x"}
     with pytest.raises(CheckpointError, match=r"(?s)2 problems.*Dense.*sentence_bert_config"):
         options_of(changes | pooling())
 
 
 @pytest.mark.parametrize(("number", "mode"), [(0, "mean"), (1, "mean"), (2, "cls"), (3, "last")])
-def test_a_gguf_file_names_its_pooling_by_a_number(tmp_path, number, mode):
+def test_gguf_pooling_type_is_read(tmp_path, number, mode):
     options = sentence_options(gguf(tmp_path, number))
     assert options.pooling[0].startswith(mode) and options.normalize is True
 
 
-def test_a_reranker_is_refused(tmp_path):
+def test_reranker_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="a reranker"):
         sentence_options(gguf(tmp_path, 4))
 
@@ -156,13 +156,13 @@ def gguf(folder, pooling_type: int):
     return open_checkpoint(write_gguf(case, tensors, folder / "model.gguf"))
 
 
-def test_a_hub_model_is_fetched_with_its_pooling(tmp_path, monkeypatch):
+def test_hub_download_includes_pooling_and_vocabulary_files(tmp_path, monkeypatch):
     folder = write_huggingface(CASES["bert"], {}, tmp_path)
-    asked = []
+    requested = []
 
     def snapshot_download(hub_id, **patterns):
-        asked.append(patterns["allow_patterns"])
-        if len(asked) == 1:
+        requested.append(patterns["allow_patterns"])
+        if len(requested) == 1:
             (folder / "modules.json").write_text(json.dumps(MODULES))
         else:
             (folder / "1_Pooling").mkdir()
@@ -171,9 +171,9 @@ def test_a_hub_model_is_fetched_with_its_pooling(tmp_path, monkeypatch):
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     assert sentence_options(open_checkpoint("org/name")).pooling == ("cls",)
-    assert asked[1] == ["*_Pooling/config.json"]
+    assert requested[1] == ["*_Pooling/config.json"]
     vocabularies = (*sentencepiece_files.NAMES, "vocab.json", "merges.txt", "vocab.txt")
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", *vocabularies):
-        assert any(fnmatch.fnmatch(name, pattern) for pattern in asked[0]), name
+        assert any(fnmatch.fnmatch(name, pattern) for pattern in requested[0]), name
     for name in ("pytorch_model.bin", "model.onnx", "LICENSE.txt"):
-        assert not any(fnmatch.fnmatch(name, pattern) for pattern in asked[0]), name
+        assert not any(fnmatch.fnmatch(name, pattern) for pattern in requested[0]), name

@@ -1,4 +1,4 @@
-"""Which texts share a batch, and in which shapes: integers."""
+"""Batching of texts and the shapes of their batches."""
 
 import itertools
 
@@ -23,7 +23,7 @@ def request(arrival: int, length: int) -> Request:
     return Request(f"{arrival}", ids, params, max_len=length, seed=0, arrival=arrival)
 
 
-def test_the_shapes_by_default():
+def test_default_buckets():
     by_length: dict[int, list[int]] = {}
     for bucket in buckets_for(EngineConfig(), 512):
         by_length.setdefault(bucket.length, []).append(bucket.rows)
@@ -44,7 +44,7 @@ def test_the_shapes_by_default():
     st.integers(1, 300),
     st.integers(2, 9),
 )
-def test_every_text_has_a_shape_and_no_batch_passes_the_budget(
+def test_every_text_fits_a_bucket_and_every_bucket_fits_the_budget(
     max_len, max_tokens, max_num_seqs, min_bucket, growth
 ):
     scheduler = SchedulerConfig(max_num_batched_tokens=max_tokens, max_num_seqs=max_num_seqs)
@@ -104,11 +104,11 @@ def test_rows_that_would_be_padding_go_to_shorter_texts():
         {"scheduler": {"policy": "priority"}},
     ],
 )
-def test_options_of_generation_are_refused_by_name(options):
+def test_generation_options_are_refused_by_name(options):
     [name] = options
     with pytest.raises(ConfigError, match=name):
         check_encoder_config(from_mapping(options))
 
 
-def test_random_weights_have_a_seed():
+def test_encoder_with_random_weights_accepts_a_seed():
     check_encoder_config(from_mapping({"seed": 1, "load_format": "random"}))

@@ -1,4 +1,4 @@
-"""`jaxinfer convert`: a folder that serves, and refusals that say why."""
+"""`jaxinfer convert`: the converted folder runs by itself, and invalid output is refused."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def source(tmp_path_factory) -> Path:
     return write_checkpoint(TinyLlama(num_layers=1), tmp_path_factory.mktemp("source") / "tiny")
 
 
-def test_what_was_converted_serves_by_itself_and_is_not_replaced_unasked(source, tmp_path):
+def test_converted_model_generates_and_is_not_overwritten_by_default(source, tmp_path):
     out = tmp_path / "out"
     done = convert(f"--model={source}", f"--output={out}", "--dtype=float32")
     assert done.returncode == 0, done.stderr
@@ -63,7 +63,7 @@ def test_what_was_converted_serves_by_itself_and_is_not_replaced_unasked(source,
     assert (out / "jaxinfer.json").is_file()
 
 
-def test_it_quantizes_and_replaces(source, tmp_path):
+def test_convert_quantizes_and_overwrites(source, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     done = convert(f"--model={source}", f"--output={out}", "--quantize=int8", "--overwrite")
@@ -78,7 +78,7 @@ def test_it_quantizes_and_replaces(source, tmp_path):
 
 
 @pytest.mark.parametrize("output", ["source", "source/below", "."])
-def test_a_folder_that_is_of_the_source_is_refused(tmp_path, output):
+def test_output_folder_that_overlaps_the_source_is_refused(tmp_path, output):
     (tmp_path / "source").mkdir()
     with pytest.raises(CheckpointError, match="is the source"):
         check_output(tmp_path / "source", tmp_path / output, overwrite=True)
@@ -86,7 +86,7 @@ def test_a_folder_that_is_of_the_source_is_refused(tmp_path, output):
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_replacement_that_fails_leaves_the_old_folder(tmp_path, monkeypatch, failing):
+def test_failed_replacement_keeps_the_old_folder(tmp_path, monkeypatch, failing):
     new, old = tmp_path / "new", tmp_path / "out"
     for folder in (new, old):
         folder.mkdir()
@@ -108,7 +108,7 @@ def test_a_replacement_that_fails_leaves_the_old_folder(tmp_path, monkeypatch, f
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs signals")
-def test_an_interrupted_conversion_leaves_no_folder_of_that_name(tmp_path):
+def test_interrupted_conversion_leaves_no_output_folder(tmp_path):
     wide = TinyLlama(num_layers=4, hidden_size=256, intermediate_size=16_384)
     source = write_checkpoint(wide, tmp_path / "wide")
     command = [sys.executable, str(SCRIPT), f"--model={source}", f"--output={tmp_path / 'out'}"]
@@ -122,6 +122,6 @@ def test_an_interrupted_conversion_leaves_no_folder_of_that_name(tmp_path):
         process.wait(60)
     finally:
         process.kill()
-    assert process.returncode != 0, "it was done before it was interrupted"
+    assert process.returncode != 0, "it finished before it was interrupted"
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.glob(".out.partial-*"))

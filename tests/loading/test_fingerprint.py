@@ -1,4 +1,4 @@
-"""The fingerprint tells models of one shape apart, and copies not."""
+"""The fingerprint differs for models of the same shape, and is equal for copies."""
 
 import dataclasses
 import shutil
@@ -16,41 +16,42 @@ from tests.support.tiny_checkpoints import TinyLlama, write_checkpoint
 TINY = TinyLlama(num_shards=2)
 
 
-def of(path) -> str:
+def fingerprint_of(path) -> str:
     return fingerprint.fingerprint(open_checkpoint(path))
 
 
-def test_copies_have_one_and_models_of_other_numbers_another(tmp_path):
+def test_fingerprint_is_equal_for_copies_and_differs_for_other_weights(tmp_path):
     first = write_checkpoint(TINY, tmp_path / "first")
     copy = shutil.copytree(first, tmp_path / "copy")
-    for other in ("README.md", "consolidated.safetensors"):  # which are not read
+    for other in ("README.md", "consolidated.safetensors"):  # these are not read
         (copy / other).write_text("files beside the weights do not count")
     tuned = write_checkpoint(dataclasses.replace(TINY, seed=1), tmp_path / "tuned")
-    assert of(first) == of(copy) != of(tuned)
-    assert of(demo_model_path()) not in (of(first), of(tuned))
+    assert fingerprint_of(first) == fingerprint_of(copy) != fingerprint_of(tuned)
+    assert fingerprint_of(demo_model_path()) not in (fingerprint_of(first), fingerprint_of(tuned))
 
 
-def test_a_converted_model_has_that_of_its_source(tmp_path):
+def test_converted_checkpoint_has_the_fingerprint_of_its_source(tmp_path):
     source = open_checkpoint(write_checkpoint(TINY, tmp_path / "first"))
     model = functional_model(source, Numerics())
     write_converted(source, model, load_weights(source, model), tmp_path / "converted")
-    assert of(tmp_path / "converted") == of(tmp_path / "first")
+    assert fingerprint_of(tmp_path / "converted") == fingerprint_of(tmp_path / "first")
 
 
-def test_of_a_large_file_a_few_samples_are_read_the_last_bytes_among_them(tmp_path, monkeypatch):
+def test_fingerprint_samples_a_large_file_including_its_end(tmp_path, monkeypatch):
     monkeypatch.setattr(fingerprint, "NUM_SAMPLES", 4)
     path = write_checkpoint(dataclasses.replace(TINY, num_shards=1), tmp_path) / "model.safetensors"
     raw = bytearray(path.read_bytes())
     assert len(raw) > 6 * SAMPLE_BYTES
-    before = of(tmp_path)
+    before = fingerprint_of(tmp_path)
     stride = (len(raw) - SAMPLE_BYTES) // 3
-    changes = {stride - 1: False, stride: True, len(raw) - 8: True}  # the first lies between two
-    for place, is_seen in changes.items():
-        path.write_bytes(raw[:place] + bytes([raw[place] ^ 1]) + raw[place + 1 :])
-        assert (of(tmp_path) != before) == is_seen, place
+    # The first offset is between two samples.
+    changes = {stride - 1: False, stride: True, len(raw) - 8: True}
+    for offset, is_seen in changes.items():
+        path.write_bytes(raw[:offset] + bytes([raw[offset] ^ 1]) + raw[offset + 1 :])
+        assert (fingerprint_of(tmp_path) != before) == is_seen, offset
 
 
-def test_a_file_that_is_gone_is_named(tmp_path):
+def test_unreadable_weights_file_is_refused_by_name(tmp_path):
     checkpoint = open_checkpoint(write_checkpoint(TINY, tmp_path))
     shard = next(iter(sorted(tmp_path.glob("*.safetensors"))))
     shard.unlink()

@@ -1,4 +1,4 @@
-"""Defaults of generating: request, then generation_config.json, then config.json, then ours."""
+"""Generation defaults: request, generation_config.json, config.json and our defaults in order."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ FIELDS: dict[str, tuple[str, Any, Any]] = {
 
 
 @pytest.mark.parametrize("key", FIELDS)
-def test_a_request_wins_over_generation_config_over_config_over_our_default(key, tmp_path):
+def test_request_precedes_generation_config_precedes_config_precedes_default(key, tmp_path):
     field, first, second = FIELDS[key]
 
     def chosen(generation: Any, config: Any, **request: Any) -> Any:
@@ -55,11 +55,11 @@ def test_a_request_wins_over_generation_config_over_config_over_our_default(key,
     assert chosen(first, second) == as_stored(first)
     assert chosen(None, second) == as_stored(second)
     assert chosen(None, None) == getattr(SamplingParams(), field)
-    asked = second if key != "stop_strings" else tuple(second)
-    assert chosen(first, None, **{field: asked}) == asked
+    requested = second if key != "stop_strings" else tuple(second)
+    assert chosen(first, None, **{field: requested}) == requested
 
 
-def test_generation_config_wins_over_config_key_by_key(tmp_path):
+def test_generation_config_precedes_config_for_each_key(tmp_path):
     generation = {"eos_token_id": [2, 5, 2], "bos_token_id": None, "temperature": 0.7}
     generation |= {"top_k": 40, "top_p": 1, "repetition_penalty": 1.1, "do_sample": True}
     config = {"eos_token_id": 7, "bos_token_id": 1, "temperature": 0.1}
@@ -69,11 +69,11 @@ def test_generation_config_wins_over_config_key_by_key(tmp_path):
     assert (defaults.min_p, defaults.repetition_penalty, defaults.do_sample) == (None, 1.1, True)
 
 
-def test_a_silent_checkpoint_has_no_defaults(tmp_path):
+def test_checkpoint_without_settings_has_no_defaults(tmp_path):
     assert opened(tmp_path, None) == opened(tmp_path, {}) == GenerationDefaults()
 
 
-def test_every_default_of_the_wrong_type_is_reported(tmp_path):
+def test_all_defaults_of_the_wrong_type_are_reported(tmp_path):
     with pytest.raises(CheckpointError) as caught:
         opened(tmp_path, {"temperature": "hot", "top_k": 1.5}, eos_token_id=2, min_p=True)
     for message in ("temperature is 'hot'", "top_k is 1.5", "min_p is True"):
@@ -81,12 +81,12 @@ def test_every_default_of_the_wrong_type_is_reported(tmp_path):
 
 
 @pytest.mark.parametrize("eos", [[2, "x"], [-1], -2, [True]])
-def test_eos_ids_that_are_no_ids_are_refused(eos, tmp_path):
+def test_invalid_eos_ids_are_refused(eos, tmp_path):
     with pytest.raises(CheckpointError, match="eos_token_id is"):
         opened(tmp_path, {"eos_token_id": eos})
 
 
-def test_do_sample_false_is_greedy_whatever_the_temperature(tmp_path):
+def test_do_sample_false_is_greedy_at_any_temperature(tmp_path):
     defaults = opened(tmp_path, {"do_sample": False, "temperature": 0.7})
     assert defaults.sampling_params().is_greedy
     assert defaults.sampling_params(temperature=0.3).temperature == 0.3
@@ -103,13 +103,13 @@ def test_do_sample_false_is_greedy_whatever_the_temperature(tmp_path):
         ({"max_new_tokens": -1}, "max_tokens=-1"),
     ],
 )
-def test_values_that_no_request_could_have_are_refused_at_the_start(generation, named, tmp_path):
+def test_invalid_generation_defaults_are_refused_on_open(generation, named, tmp_path):
     with pytest.raises(CheckpointError) as caught:
         opened(tmp_path, generation)
     assert named in str(caught.value)
 
 
-HARMFUL: dict[str, Any] = {
+EFFECTIVE: dict[str, Any] = {
     "bad_words_ids": [[5]],
     "begin_suppress_tokens": [1],
     "diversity_penalty": 0.5,
@@ -146,18 +146,16 @@ def warnings(monkeypatch) -> list[str]:
     return seen
 
 
-def test_all_that_changes_the_output_and_is_not_honoured_is_named_in_one_warning(
-    tmp_path, warnings
-):
-    assert HARMFUL.keys() == UNSUPPORTED_KEYS.keys()
-    opened(tmp_path, HARMFUL)
-    [said] = warnings
-    assert all(f"{key}={value!r}" in said for key, value in HARMFUL.items())
+def test_unsupported_generation_settings_are_named_in_one_warning(tmp_path, warnings):
+    assert EFFECTIVE.keys() == UNSUPPORTED_KEYS.keys()
+    opened(tmp_path, EFFECTIVE)
+    [error_text] = warnings
+    assert all(f"{key}={value!r}" in error_text for key, value in EFFECTIVE.items())
     opened(tmp_path, {"num_beams": 1}, no_repeat_ngram_size=2)
     assert "no_repeat_ngram_size=2" in warnings[1]
 
 
-def test_what_changes_nothing_is_passed_over_in_silence(tmp_path, warnings):
+def test_neutral_generation_settings_cause_no_warning(tmp_path, warnings):
     neutral = {key: values[0] for key, values in UNSUPPORTED_KEYS.items() if values}
     opened(tmp_path, neutral | {"transformers_version": "5.0", "max_length": 20, "use_cache": True})
     opened(tmp_path, dict.fromkeys(UNSUPPORTED_KEYS))
@@ -165,7 +163,7 @@ def test_what_changes_nothing_is_passed_over_in_silence(tmp_path, warnings):
     assert not warnings
 
 
-def test_a_bound_on_prompt_and_output_together_is_named(tmp_path, warnings):
+def test_max_length_below_the_context_is_named_in_a_warning(tmp_path, warnings):
     opened(tmp_path, {"max_length": 512}, max_position_embeddings=4096)
     assert "max_length=512" in warnings[0]
 
@@ -184,7 +182,7 @@ def llm(tmp_path_factory) -> LLM:
     return LLM(folder, from_mapping(options), show_progress=False)
 
 
-def test_an_llm_without_parameters_follows_the_checkpoint(llm):
+def test_llm_default_params_are_the_checkpoints(llm):
     assert set(llm.engine.eos_token_ids) == {6, 7}
     params = llm.default_params()
     assert (params.max_tokens, params.temperature) == (3, 0)
@@ -196,7 +194,7 @@ def test_an_llm_without_parameters_follows_the_checkpoint(llm):
     assert len(llm.generate([[10, 11, 12]], longer)[0].outputs[0].token_ids) == 9
 
 
-def test_both_doors_take_their_defaults_from_the_checkpoint(llm):
+def test_service_default_params_are_the_checkpoints(llm):
     service = Service(llm.engine, None, generation=llm.generation)  # type: ignore[arg-type]
     assert service.params({}) == llm.default_params()
     assert service.params({"max_tokens": 8, "temperature": 0.5}).max_tokens == 8

@@ -1,4 +1,4 @@
-"""GGUF files: what is written is read back, split models are one, the rest is refused."""
+"""GGUF files: tensors, metadata and split models are read; invalid files are refused."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def random_blocks(kind: GGMLQuantizationType, rows: int, columns: int) -> np.nda
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_a_quantized_tensor_reads_as_the_package_dequantizes_it(name, tmp_path, monkeypatch):
-    # Three chunks, the last one cut short.
+def test_quantized_tensor_equals_the_gguf_packages_dequantization(name, tmp_path, monkeypatch):
+    # Three chunks, the last one partial.
     monkeypatch.setattr(gguf, "CHUNK_ELEMENTS", 1024)
     kind = GGMLQuantizationType[name]
     data = random_blocks(kind, 5, 512)
@@ -46,7 +46,7 @@ def test_a_quantized_tensor_reads_as_the_package_dequantizes_it(name, tmp_path, 
 
 
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
-def test_quantized_weights_come_back_near_the_originals(name, tmp_path):
+def test_dequantized_gguf_tensor_is_close_to_the_original(name, tmp_path):
     kind = GGMLQuantizationType[name]
     weights = np.random.default_rng(0).standard_normal((8, 64)).astype(np.float32)
     path = files.write_raw(tmp_path / "a.gguf", "w", quants.quantize(weights, kind), kind)
@@ -66,7 +66,7 @@ def test_quantized_weights_come_back_near_the_originals(name, tmp_path):
         ("I64", np.int64),
     ],
 )
-def test_a_plain_tensor_keeps_its_dtype_and_its_row_major_shape(name, dtype, tmp_path):
+def test_unquantized_tensor_keeps_its_dtype_and_row_major_shape(name, dtype, tmp_path):
     values = np.arange(24).reshape(2, 3, 4).astype(dtype)
     tensor = open_checkpoint(files.write_gguf(tmp_path / "a.gguf", {"w": values})).tensors["w"]
     assert (tensor.dtype, tensor.shape, tensor.nbytes) == (name, (2, 3, 4), values.nbytes)
@@ -83,7 +83,7 @@ def test_bfloat16_stays_bfloat16(tmp_path):
     np.testing.assert_array_equal(read, values)
 
 
-def test_every_kind_of_value_is_read(tmp_path):
+def test_every_gguf_value_type_is_read(tmp_path):
     writer = files.new_writer(tmp_path / "a.gguf", "näme")
     writer.add_uint8("u8", 200)
     writer.add_int8("i8", -100)
@@ -110,7 +110,7 @@ def test_every_kind_of_value_is_read(tmp_path):
     assert {key: checkpoint.metadata[key] for key in expected} == expected
 
 
-def test_a_long_numeric_array_stays_an_array(tmp_path):
+def test_long_numeric_metadata_is_an_array(tmp_path):
     writer = files.new_writer(tmp_path / "a.gguf")
     writer.add_array("numbers", list(range(70_000)))
     files.finish(writer)
@@ -118,13 +118,13 @@ def test_a_long_numeric_array_stays_an_array(tmp_path):
     np.testing.assert_array_equal(numbers, np.arange(70_000))
 
 
-def test_the_vocabulary_arrays_are_not_part_of_the_metadata(tmp_path):
+def test_vocabulary_arrays_are_not_in_the_metadata(tmp_path):
     metadata = open_checkpoint(files.write_gguf(tmp_path / "a.gguf")).metadata
     assert "tokenizer.ggml.model" in metadata
     assert not metadata.keys() & {"tokenizer.ggml.tokens", "tokenizer.ggml.merges"}
 
 
-def test_generation_defaults_come_from_the_file(tmp_path):
+def test_gguf_generation_defaults_are_read(tmp_path):
     writer = files.new_writer(tmp_path / "a.gguf")
     files.add_byte_vocabulary(writer, eot_token_id=1, eom_token_id=0)
     writer.add_float32("general.sampling.temp", 0.5)
@@ -135,14 +135,14 @@ def test_generation_defaults_come_from_the_file(tmp_path):
     assert (defaults.temperature, defaults.top_k, defaults.top_p) == (0.5, 40, None)
 
 
-def test_a_generation_default_of_the_wrong_type_is_refused(tmp_path):
+def test_gguf_generation_default_of_the_wrong_type_is_refused(tmp_path):
     writer = files.new_writer(tmp_path / "a.gguf")
     writer.add_string("general.sampling.temp", "hot")
     files.finish(writer)
     assert "general.sampling.temp is 'hot'" in refused(tmp_path / "a.gguf")
 
 
-def test_reading_a_quantized_tensor_needs_little_more_than_its_result(tmp_path):
+def test_quantized_read_uses_little_more_memory_than_its_result(tmp_path):
     kind = GGMLQuantizationType.Q4_K
     path = files.write_raw(tmp_path / "a.gguf", "w", random_blocks(kind, 2048, 2048), kind)
     tensor = open_checkpoint(path).tensors["w"]
@@ -155,8 +155,8 @@ def test_reading_a_quantized_tensor_needs_little_more_than_its_result(tmp_path):
     assert peak < values.nbytes * 1.25
 
 
-def test_the_demo_model_opens_fast():
-    started = time.process_time()  # not by the clock: other processes may be busy
+def test_demo_model_opens_fast():
+    started = time.process_time()  # not wall time, because other processes may be busy
     checkpoint = open_checkpoint("demo")
     assert time.process_time() - started < 1.5
     assert len(checkpoint.tensors) == 272
@@ -178,7 +178,7 @@ def write_shards(folder: Path, count: int) -> list[Path]:
     return paths
 
 
-def test_any_shard_of_a_split_model_or_its_folder_opens_the_whole(tmp_path):
+def test_any_shard_or_its_folder_opens_the_split_model(tmp_path):
     paths = write_shards(tmp_path, 3)
     for source in (*paths, tmp_path):
         checkpoint = open_checkpoint(source)
@@ -190,33 +190,33 @@ def test_any_shard_of_a_split_model_or_its_folder_opens_the_whole(tmp_path):
         }
 
 
-def test_missing_shards_are_all_named(tmp_path):
+def test_all_missing_shards_are_named(tmp_path):
     paths = write_shards(tmp_path, 4)
     paths[1].unlink()
     paths[3].unlink()
-    said = refused(paths[0])
-    assert paths[1].name in said
-    assert paths[3].name in said
+    error_text = refused(paths[0])
+    assert paths[1].name in error_text
+    assert paths[3].name in error_text
 
 
 @pytest.mark.parametrize("count", ["00000", "01001"])
-def test_a_name_that_claims_no_shards_or_too_many_is_refused(count, tmp_path):
+def test_shard_count_out_of_range_is_refused(count, tmp_path):
     path = files.write_gguf(tmp_path / f"m-00001-of-{count}.gguf")
     assert f"claims {int(count):,} shards; 1 to 1,000 are allowed" in refused(path)
 
 
-def test_a_renamed_shard_is_no_whole_model(tmp_path):
+def test_renamed_shard_is_refused(tmp_path):
     shutil.copy(write_shards(tmp_path, 2)[0], tmp_path / "renamed.gguf")
     assert "split.count" in refused(tmp_path / "renamed.gguf")
 
 
-def test_a_tensor_in_two_shards_is_refused(tmp_path):
+def test_tensor_in_two_gguf_shards_is_refused(tmp_path):
     paths = write_shards(tmp_path, 2)
     shutil.copy(paths[0], paths[1])
     assert "'w0' occurs in two shards" in refused(paths[0])
 
 
-def test_sources_that_are_no_checkpoint_are_refused_with_the_way_out(tmp_path):
+def test_invalid_sources_are_refused_with_a_remedy(tmp_path):
     (tmp_path / "model.bin").write_bytes(b"")
     (tmp_path / "model.safetensors").write_bytes(b"")
     (tmp_path / "notes.txt").write_bytes(b"")
@@ -234,19 +234,19 @@ def test_sources_that_are_no_checkpoint_are_refused_with_the_way_out(tmp_path):
             open_checkpoint(source)
 
 
-def test_a_folder_opens_only_if_it_holds_one_gguf_model(tmp_path):
+def test_directory_with_several_gguf_models_is_refused(tmp_path):
     files.write_gguf(tmp_path / "a.gguf")
     assert open_checkpoint(str(tmp_path)).path == tmp_path / "a.gguf"
     files.write_gguf(tmp_path / "b.gguf")
-    said = refused(tmp_path)
-    assert "a.gguf" in said
-    assert "b.gguf" in said
-    # A directory of safetensors is not taken for one of GGUF.
+    error_text = refused(tmp_path)
+    assert "a.gguf" in error_text
+    assert "b.gguf" in error_text
+    # A directory with safetensors files is not opened as GGUF.
     (tmp_path / "model.safetensors").write_bytes(b"")
     assert "model.safetensors" in refused(tmp_path)
 
 
-def test_the_header_walk_agrees_with_the_packages_own_reader(tmp_path):
+def test_gguf_header_equals_the_gguf_packages_reader(tmp_path):
     from gguf import GGUFReader
 
     path = tmp_path / "a.gguf"

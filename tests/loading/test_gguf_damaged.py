@@ -1,4 +1,4 @@
-"""Damaged GGUF files are refused by name, in bounded time and memory."""
+"""Damaged GGUF files are refused with a specific error, in bounded time and memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxinfer.loading import CheckpointError, open_checkpoint
 from tests.support import gguf_files as files
 from tests.support.gguf_files import refused
 
-# Each damage and what the message must name. Offsets in `tensor_line` count from the data's start.
+# Damaged files and what each error must say. Offsets in `tensor_entry` count from the data's start.
 F32, Q4_0, IQ2_XXS = 0, 2, 16
 DAMAGED = {
     "empty": (b"", "not a GGUF file"),
@@ -74,35 +74,35 @@ DAMAGED = {
         "general.alignment is 0",
     ),
     "rank": (files.header(1) + files.text("w") + struct.pack("<I", 2**31), "2147483648 dimensions"),
-    "empty tensor": (files.header(1) + files.tensor_line("w", (4, 0), F32, 0), "'w' is empty"),
+    "empty tensor": (files.header(1) + files.tensor_entry("w", (4, 0), F32, 0), "'w' is empty"),
     "huge tensor": (
-        files.header(1) + files.tensor_line("w", (2**62, 2**62), F32, 0) + bytes(64),
+        files.header(1) + files.tensor_entry("w", (2**62, 2**62), F32, 0) + bytes(64),
         "the file is truncated",
     ),
     "offset": (
-        files.header(1) + files.tensor_line("w", (4,), F32, 2**40) + bytes(64),
+        files.header(1) + files.tensor_entry("w", (4,), F32, 2**40) + bytes(64),
         "'w' ends at byte",
     ),
     "misaligned": (
-        files.header(1) + files.tensor_line("w", (4,), F32, 3) + bytes(64),
+        files.header(1) + files.tensor_entry("w", (4,), F32, 3) + bytes(64),
         "not a multiple of 32",
     ),
     "block": (
-        files.header(1) + files.tensor_line("w", (33,), Q4_0, 0) + bytes(64),
+        files.header(1) + files.tensor_entry("w", (33,), Q4_0, 0) + bytes(64),
         "Q4_0's block of 32",
     ),
     "tensor type": (
-        files.header(1) + files.tensor_line("w", (4,), 999, 0) + bytes(64),
+        files.header(1) + files.tensor_entry("w", (4,), 999, 0) + bytes(64),
         "unknown type 999; convert the model to Q8_0",
     ),
     "tensor twice": (
-        files.header(2) + files.tensor_line("w", (4,), F32, 0) * 2 + bytes(64),
+        files.header(2) + files.tensor_entry("w", (4,), F32, 0) * 2 + bytes(64),
         "'w' occurs twice",
     ),
     "overlap": (
         files.header(2)
-        + files.tensor_line("v", (16,), F32, 0)
-        + files.tensor_line("w", (4,), F32, 32)
+        + files.tensor_entry("v", (16,), F32, 0)
+        + files.tensor_entry("w", (4,), F32, 32)
         + bytes(128),
         "'v' and 'w' overlap",
     ),
@@ -110,35 +110,35 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("damage", DAMAGED)
-def test_a_damaged_header_is_refused_by_name_in_bounded_time_and_memory(damage, tmp_path):
+def test_damaged_header_is_refused_in_bounded_time_and_memory(damage, tmp_path):
     data, message = DAMAGED[damage]
     path = tmp_path / "a.gguf"
     path.write_bytes(data)
-    said = refused(path)
-    assert message in said
-    assert str(path) in said
+    error_text = refused(path)
+    assert message in error_text
+    assert str(path) in error_text
 
 
-def test_everything_wrong_in_the_directory_is_reported_at_once(tmp_path):
-    lines = [files.tensor_line(f"t{i}", (4,), 999, 0) for i in range(30)]
-    lines.append(files.tensor_line("far", (4,), F32, 2**20))
+def test_all_problems_of_the_tensor_directory_are_listed_in_one_error(tmp_path):
+    lines = [files.tensor_entry(f"t{i}", (4,), 999, 0) for i in range(30)]
+    lines.append(files.tensor_entry("far", (4,), F32, 2**20))
     (tmp_path / "a.gguf").write_bytes(files.header(len(lines)) + b"".join(lines) + bytes(64))
-    said = refused(tmp_path / "a.gguf")
-    assert "31 problems" in said
-    assert "'t0'" in said
-    assert "and 11 more" in said
+    error_text = refused(tmp_path / "a.gguf")
+    assert "31 problems" in error_text
+    assert "'t0'" in error_text
+    assert "and 11 more" in error_text
 
 
-def test_unsupported_quantizations_are_refused_naming_tensor_type_and_way_out(tmp_path):
-    lines = [files.tensor_line(name, (256,), IQ2_XXS, i * 96) for i, name in enumerate("ab")]
+def test_unsupported_gguf_types_are_refused_by_name_with_a_remedy(tmp_path):
+    lines = [files.tensor_entry(name, (256,), IQ2_XXS, i * 96) for i, name in enumerate("ab")]
     (tmp_path / "a.gguf").write_bytes(files.header(2) + b"".join(lines) + bytes(512))
-    said = refused(tmp_path / "a.gguf")
+    error_text = refused(tmp_path / "a.gguf")
     for name in "ab":
-        assert f"tensor '{name}' has type IQ2_XXS" in said
-    assert "convert the model to Q8_0, Q6_K or F16" in said
+        assert f"tensor '{name}' has type IQ2_XXS" in error_text
+    assert "convert the model to Q8_0, Q6_K or F16" in error_text
 
 
-def test_a_truncated_file_is_refused_wherever_it_is_cut(tmp_path):
+def test_gguf_file_truncated_anywhere_is_refused(tmp_path):
     whole = files.write_gguf(tmp_path / "whole.gguf").read_bytes()
     cut = tmp_path / "cut.gguf"
     for size in [*range(0, len(whole) - 32, 97), len(whole) - 32]:
@@ -146,7 +146,7 @@ def test_a_truncated_file_is_refused_wherever_it_is_cut(tmp_path):
         refused(cut)
 
 
-def test_a_file_cut_after_opening_is_an_error_when_read(tmp_path):
+def test_reading_a_file_truncated_after_opening_raises(tmp_path):
     path = files.write_gguf(tmp_path / "a.gguf", {"w": np.zeros((64, 64), np.float32)})
     tensor = open_checkpoint(path).tensors["w"]
     os.truncate(path, path.stat().st_size // 2)
@@ -156,7 +156,7 @@ def test_a_file_cut_after_opening_is_an_error_when_read(tmp_path):
 
 @pytest.fixture(scope="module")
 def valid_files(tmp_path_factory) -> list[bytes]:
-    """A file with each vocabulary, with plain and quantized tensors."""
+    """Write a file for each vocabulary, with unquantized and quantized tensors."""
     folder = tmp_path_factory.mktemp("valid")
     contents = []
     for kind in ("byte", "piece"):
@@ -172,7 +172,7 @@ def valid_files(tmp_path_factory) -> list[bytes]:
 
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
-def test_a_mutated_file_either_works_or_is_refused(data, valid_files, tmp_path_factory):
+def test_mutated_gguf_file_works_or_is_refused(data, valid_files, tmp_path_factory):
     content = bytearray(data.draw(st.sampled_from(valid_files)))
     position = st.one_of(st.integers(0, 400), st.integers(0, len(content) - 1))
     for where in data.draw(st.lists(position, max_size=4)):

@@ -1,4 +1,4 @@
-"""Hugging Face directories: weights, generation defaults and tokenizer, or all faults at once."""
+"""Hugging Face directories: weights and metadata are read, or all problems are listed."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray], pad: int = 
             "data_offsets": [begin, end],
         }
     raw = json.dumps(header).encode()
-    raw += b" " * (-len(raw) % 8 + pad)  # eight bytes are aligned, one more is not
+    raw += b" " * (-len(raw) % 8 + pad)  # a pad of 1 makes the data unaligned
     data = b"".join(values.tobytes() for values in tensors.values())
     path.write_bytes(len(raw).to_bytes(8, "little") + raw + data)
 
@@ -77,7 +77,7 @@ def tensors_named(*names: str) -> dict[str, np.ndarray]:
 
 @pytest.fixture
 def model(tmp_path) -> Path:
-    """A directory with a config and one weights file."""
+    """Write a directory with a config and one weights file."""
     write_json(tmp_path / "config.json", {"model_type": "llama", "eos_token_id": 7})
     write_safetensors(tmp_path / "model.safetensors", tensors_named("a", "b"))
     return tmp_path
@@ -94,7 +94,7 @@ def refused(source: Path | str) -> str:
 
 @pytest.mark.parametrize("name", DTYPES)
 @pytest.mark.parametrize("pad", [0, 1])
-def test_a_tensor_keeps_its_dtype_shape_and_values(name, pad, tmp_path):
+def test_safetensors_tensor_keeps_dtype_shape_and_values(name, pad, tmp_path):
     values = (np.arange(12).reshape(3, 4) % 3 + 1).astype(DTYPES[name])
     write_safetensors(tmp_path / "a.safetensors", {"w": values}, pad)
     tensor = read_safetensors(tmp_path / "a.safetensors")["w"]
@@ -105,14 +105,14 @@ def test_a_tensor_keeps_its_dtype_shape_and_values(name, pad, tmp_path):
     np.testing.assert_array_equal(read, values)
 
 
-def test_numbers_of_four_bits_come_as_the_bytes_that_hold_two(tmp_path):
+def test_four_bit_tensor_reads_as_bytes_of_two_values(tmp_path):
     header = {"w": {"dtype": "F4", "shape": [8, 16], "data_offsets": [0, 64]}}
     tensor = read_safetensors(write_raw_header(tmp_path / "a.safetensors", header))["w"]
     assert (tensor.dtype, tensor.shape, tensor.nbytes) == ("F4", (8, 8), 64)
     assert tensor.read().dtype == np.uint8
 
 
-def test_files_of_the_safetensors_package_are_read(tmp_path):
+def test_files_written_by_the_safetensors_package_are_read(tmp_path):
     from safetensors.numpy import save_file
 
     tensors = {**tensors_named("x", "y"), "scalar": np.array(3.5), "none": np.zeros((0, 4))}
@@ -123,7 +123,7 @@ def test_files_of_the_safetensors_package_are_read(tmp_path):
         np.testing.assert_array_equal(read[name].read(), values)
 
 
-def test_reading_a_tensor_maps_it_instead_of_copying(tmp_path):
+def test_safetensors_read_maps_without_copying(tmp_path):
     write_safetensors(tmp_path / "a.safetensors", {"w": np.zeros((1024, 1024), np.float32)})
     tensor = read_safetensors(tmp_path / "a.safetensors")["w"]
     tracemalloc.start()
@@ -138,7 +138,7 @@ def test_reading_a_tensor_maps_it_instead_of_copying(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux' /proc")
-def test_a_tensor_that_was_dropped_is_no_longer_resident(tmp_path):
+def test_dropped_tensor_leaves_the_resident_set(tmp_path):
     size = 8 * 2**20
     tensors = {f"t{i}": np.ones(size, np.uint8) for i in range(8)}
     write_safetensors(tmp_path / "a.safetensors", tensors)
@@ -154,7 +154,7 @@ def test_a_tensor_that_was_dropped_is_no_longer_resident(tmp_path):
         assert resident_bytes() - before < 2.5 * size
 
 
-def test_a_directory_opens_with_its_config_and_tensors(model):
+def test_directory_opens_with_its_config_and_tensors(model):
     checkpoint = open_checkpoint(model)
     assert checkpoint.format == "safetensors"
     assert checkpoint.name == model.name
@@ -163,7 +163,7 @@ def test_a_directory_opens_with_its_config_and_tensors(model):
 
 
 def write_shards(folder: Path) -> dict[str, str]:
-    """Two shards and their index; returns the index's map."""
+    """Write two shards and their index; return the index's map."""
     write_json(folder / "config.json", {})
     write_safetensors(folder / "s1.safetensors", tensors_named("a", "b"))
     write_safetensors(folder / "s2.safetensors", tensors_named("c"))
@@ -172,29 +172,29 @@ def write_shards(folder: Path) -> dict[str, str]:
     return weight_map
 
 
-def test_the_shards_of_an_index_open_as_one_model(tmp_path):
+def test_shards_of_an_index_open_as_one_model(tmp_path):
     write_shards(tmp_path)
     assert open_checkpoint(tmp_path).tensors.keys() == {"a", "b", "c"}
 
 
-def test_all_that_is_wrong_with_shards_is_reported_at_once(tmp_path):
+def test_all_problems_of_shards_are_listed_in_one_error(tmp_path):
     weight_map = write_shards(tmp_path)
     weight_map |= {"lost": "s1.safetensors", "gone": "s3.safetensors"}
     del weight_map["b"]
     write_json(tmp_path / "model.safetensors.index.json", {"weight_map": weight_map})
     os.truncate(tmp_path / "s2.safetensors", (tmp_path / "s2.safetensors").stat().st_size - 1)
-    said = refused(tmp_path)
+    error_text = refused(tmp_path)
     for message in (
         "s1.safetensors lacks tensor 'lost'",
         "s1.safetensors has tensor 'b', which model.safetensors.index.json places in None",
         "shard s3.safetensors is missing (1 tensors)",
         "truncated",
     ):
-        assert message in said
+        assert message in error_text
 
 
 @pytest.mark.parametrize("name", ["../s1.safetensors", "sub/s1.safetensors", "", 5, None])
-def test_an_index_cannot_reach_outside_its_directory(name, tmp_path):
+def test_index_with_paths_outside_its_directory_is_refused(name, tmp_path):
     write_shards(tmp_path)
     write_json(tmp_path / "model.safetensors.index.json", {"weight_map": {"a": name}})
     assert "plain file names" in refused(tmp_path)
@@ -230,7 +230,7 @@ def test_an_index_cannot_reach_outside_its_directory(name, tmp_path):
         ),
     ],
 )
-def test_a_damaged_weights_header_is_refused_by_name(header, message, tmp_path):
+def test_damaged_safetensors_header_is_refused_by_name(header, message, tmp_path):
     path = write_raw_header(tmp_path / "a.safetensors", header)
     with pytest.raises(CheckpointError) as caught:
         read_safetensors(path)
@@ -241,7 +241,7 @@ def test_a_damaged_weights_header_is_refused_by_name(header, message, tmp_path):
 @pytest.mark.parametrize(
     "content", [b"", b"1234567", (2**60).to_bytes(8, "little"), (100).to_bytes(8, "little")]
 )
-def test_a_weights_file_shorter_than_it_claims_is_refused_without_reading(content, tmp_path):
+def test_truncated_safetensors_file_is_refused_without_reading(content, tmp_path):
     (tmp_path / "a.safetensors").write_bytes(content)
     with pytest.raises(CheckpointError, match="truncated"):
         read_safetensors(tmp_path / "a.safetensors")
@@ -249,7 +249,7 @@ def test_a_weights_file_shorter_than_it_claims_is_refused_without_reading(conten
 
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
-def test_a_mutated_weights_file_either_works_or_is_refused(data, tmp_path_factory):
+def test_mutated_safetensors_file_works_or_is_refused(data, tmp_path_factory):
     path = tmp_path_factory.getbasetemp() / "mutated.safetensors"
     write_safetensors(path, tensors_named("a", "b"))
     content = bytearray(path.read_bytes())
@@ -264,12 +264,12 @@ def test_a_mutated_weights_file_either_works_or_is_refused(data, tmp_path_factor
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth", "model.ckpt"])
-def test_pickled_weights_are_refused_unopened_with_the_way_out(name, tmp_path):
+def test_pickled_weights_are_refused_with_a_remedy(name, tmp_path):
     write_json(tmp_path / "config.json", {})
     (tmp_path / name).write_bytes(b"\x80\x04.")
-    said = refused(tmp_path)
-    assert name in said
-    assert "convert the model to safetensors" in said
+    error_text = refused(tmp_path)
+    assert name in error_text
+    assert "convert the model to safetensors" in error_text
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ def test_pickled_weights_are_refused_unopened_with_the_way_out(name, tmp_path):
         ("weights.safetensors", "consolidated-00001-of-00001.safetensors", "adapter_a.safetensors"),
     ],
 )
-def test_other_names_of_weights_files_are_found(names, tmp_path):
+def test_weights_files_of_other_names_are_found(names, tmp_path):
     write_json(tmp_path / "config.json", {})
     for i, name in enumerate(names):
         write_safetensors(tmp_path / name, tensors_named(f"{'a' if i == 0 else 'b'}"))
@@ -290,7 +290,7 @@ def test_other_names_of_weights_files_are_found(names, tmp_path):
     assert open_checkpoint(tmp_path).tensors.keys() == expected
 
 
-def test_an_index_of_another_name_is_used_if_it_is_the_only_one(tmp_path):
+def test_single_index_of_another_name_is_used(tmp_path):
     write_shards(tmp_path)
     (tmp_path / "model.safetensors.index.json").rename(tmp_path / "x.safetensors.index.json")
     write_json(tmp_path / "consolidated.safetensors.index.json", {})
@@ -310,31 +310,31 @@ def test_an_index_of_another_name_is_used_if_it_is_the_only_one(tmp_path):
         (("m-00001-of-99999.safetensors",), "claims 99,999 shards; 1 to 1,000 are allowed"),
     ],
 )
-def test_weights_files_that_are_no_model_are_named_in_a_line(names, message, tmp_path):
+def test_unusable_weights_files_are_refused_by_name(names, message, tmp_path):
     write_json(tmp_path / "config.json", {})
     for name in names:
         write_safetensors(tmp_path / name, tensors_named("a"))
-    said = refused(tmp_path)
-    assert message in said and "\n" not in said
+    error_text = refused(tmp_path)
+    assert message in error_text and "\n" not in error_text
 
 
-def test_shards_without_an_index_that_hold_a_tensor_twice_are_refused(tmp_path):
+def test_tensor_in_two_unindexed_shards_is_refused(tmp_path):
     write_json(tmp_path / "config.json", {})
     for i in (1, 2):
         write_safetensors(tmp_path / f"m-0000{i}-of-00002.safetensors", tensors_named("a"))
     assert "has tensor 'a', as another shard does" in refused(tmp_path)
 
 
-def test_an_empty_directory_lists_all_it_lacks(tmp_path):
-    said = refused(tmp_path)
-    assert "config.json" in said
-    assert "has no weights" in said
+def test_empty_directory_is_refused_with_all_missing_files(tmp_path):
+    error_text = refused(tmp_path)
+    assert "config.json" in error_text
+    assert "has no weights" in error_text
 
 
 @pytest.mark.parametrize(
     "content", [b"", b"[]", b"{", b"\xff\xfe", b'{"a": 1' + b"0" * 5000 + b"}"]
 )
-def test_a_damaged_config_is_refused(content, model):
+def test_damaged_config_is_refused(content, model):
     (model / "config.json").write_bytes(content)
     assert "config.json" in refused(model)
 
@@ -342,7 +342,7 @@ def test_a_damaged_config_is_refused(content, model):
 # From tensors to parameters
 
 
-def test_a_table_can_pass_over_what_belongs_to_another_modality(tmp_path):
+def test_weight_table_can_ignore_tensors_of_another_modality(tmp_path):
     folder = write_checkpoint("gqa", tmp_path)
     tensors = read_safetensors(folder / "model.safetensors")
     vision = {"vision_tower.layers.0.weight": np.zeros((2, 3), np.float32)}
@@ -361,38 +361,38 @@ def test_a_table_can_pass_over_what_belongs_to_another_modality(tmp_path):
 # The hub
 
 
-def test_what_a_hub_id_is():
+def test_hub_id_has_the_form_organisation_name():
     assert hub.is_hub_id("HuggingFaceTB/SmolLM2-135M")
     for source in ("demo", "a/b/c", "/a/b", "a/", "../a", "a b/c", "https://host/a"):
         assert not hub.is_hub_id(source)
 
 
-def test_a_hub_model_is_fetched_without_pickles_and_keeps_its_name(model, monkeypatch):
-    asked: dict[str, Any] = {}
+def test_hub_download_excludes_pickles_and_keeps_the_name(model, monkeypatch):
+    requested: dict[str, Any] = {}
 
     def snapshot_download(hub_id: str, **options: Any) -> str:
-        asked.update(options, hub_id=hub_id)
+        requested.update(options, hub_id=hub_id)
         return str(model)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     checkpoint = open_checkpoint("org/name")
     assert checkpoint.name == "org/name"
-    assert asked["hub_id"] == "org/name"
-    assert asked["allow_patterns"] == hub.ALLOW_PATTERNS and "*.bin" not in hub.ALLOW_PATTERNS
+    assert requested["hub_id"] == "org/name"
+    assert requested["allow_patterns"] == hub.ALLOW_PATTERNS and "*.bin" not in hub.ALLOW_PATTERNS
 
 
-def test_an_unreachable_hub_is_said_so_with_what_works_offline(monkeypatch):
+def test_unreachable_hub_is_refused_with_offline_alternatives(monkeypatch):
     def snapshot_download(hub_id: str, **options: Any) -> str:
         raise ConnectionError("no route to host\nsecond line")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-    said = refused("org/name")
-    assert "org/name: there is no such local path" in said
-    assert "ConnectionError: no route to host)" in said
-    assert '"demo" work without the hub' in said
+    error_text = refused("org/name")
+    assert "org/name: there is no such local path" in error_text
+    assert "ConnectionError: no route to host)" in error_text
+    assert '"demo" work without the hub' in error_text
 
 
-def test_a_local_directory_wins_over_a_hub_id(model, monkeypatch):
+def test_local_directory_takes_precedence_over_a_hub_id(model, monkeypatch):
     monkeypatch.chdir(model.parent)
     (model.parent / "org").symlink_to(model.parent)
     assert open_checkpoint(f"org/{model.name}").path == Path(f"org/{model.name}")

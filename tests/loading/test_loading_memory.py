@@ -1,4 +1,4 @@
-"""Loading takes little more host memory than what lives on the device: on a CPU, the weights."""
+"""Loading takes little host memory besides the weights, which on a CPU are host memory too."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ import orbax.checkpoint
 
 checkpoint = open_checkpoint(sys.argv[1])
 model = functional_model(checkpoint, Numerics(np.dtype(jnp.dtype(sys.argv[2]))))
-jnp.zeros(8).block_until_ready()  # jax itself is no part of the figure
-# Not ru_maxrss: a child process starts with its parent's.
+jnp.zeros(8).block_until_ready()  # exclude the memory of jax itself
+# Not ru_maxrss, which a child process inherits from its parent.
 status = lambda: open("/proc/self/status").read().splitlines()
 peak = lambda: 1024 * next(int(x.split()[1]) for x in status() if x.startswith("VmHWM"))
 before = peak()
-how = dict([sys.argv[4].split("=")]) if sys.argv[4] else {}
-assign.NUM_THREADS = 2  # whatever the machine has
-weights = load_weights(checkpoint, model, **how)
+options = dict([sys.argv[4].split("=")]) if sys.argv[4] else {}
+assign.NUM_THREADS = 2  # on any machine
+weights = load_weights(checkpoint, model, **options)
 jax.block_until_ready(weights)
 on_device = sum(w.nbytes for w in weights)
 print((peak() - before - on_device) / int(sys.argv[3]), (peak() - before) / on_device)
@@ -75,40 +75,40 @@ def wide(tmp_path_factory) -> Path:
     return write_checkpoint(WIDE, tmp_path_factory.mktemp("wide") / "source")
 
 
-def assert_little(
-    source: str | Path, dtype: str, largest_shard: int, how: str = "", most: float = 1.2
+def assert_memory(
+    source: str | Path, dtype: str, largest_shard: int, option: str = "", max_shards: float = 1.2
 ) -> None:
-    """Beside the weights, at most `most` times the largest shard of the checkpoint; `how` is an
-    option of `load_weights`."""
-    found = run(MEASURE, str(source), dtype, str(largest_shard), how)
-    shards, of_weights = map(float, found.split())
-    assert of_weights > 0.9, "nothing was measured"
-    assert shards <= most, f"{shards} shards beside the weights, {of_weights} weights in all"
+    """Check that loading takes at most `max_shards` times the checkpoint's largest shard, besides
+    the weights; `option` is an option of `load_weights`."""
+    found = run(MEASURE, str(source), dtype, str(largest_shard), option)
+    shards, total_weights = map(float, found.split())
+    assert total_weights > 0.9, "nothing was measured"
+    assert shards <= max_shards, f"{shards} shards besides the weights, {total_weights} in all"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_gguf_file(dtype):
-    assert_little("demo", dtype, 98_362_432)
+def test_gguf_file_loads_in_bounded_memory(dtype):
+    assert_memory("demo", dtype, 98_362_432)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_sharded_safetensors_model(dtype, wide):
-    assert_little(wide, dtype, max(p.stat().st_size for p in wide.glob("*.safetensors")))
+def test_sharded_safetensors_model_loads_in_bounded_memory(dtype, wide):
+    assert_memory(wide, dtype, max(p.stat().st_size for p in wide.glob("*.safetensors")))
 
 
-@pytest.mark.parametrize("how", ["keep_packed=1", "quantize=int8", "quantize=int4"])
-def test_weights_that_are_quantized_on_the_device(how, wide):
-    if how.startswith("keep"):
-        # By whole tensors, not by strips: 0.69.
-        assert_little("demo", "bfloat16", 98_362_432, how, most=0.5)
+@pytest.mark.parametrize("option", ["keep_packed=1", "quantize=int8", "quantize=int4"])
+def test_quantized_weights_load_in_bounded_memory(option, wide):
+    if option.startswith("keep"):
+        # Reading whole tensors instead of strips takes 0.69.
+        assert_memory("demo", "bfloat16", 98_362_432, option, max_shards=0.5)
     else:
-        # Gate and up of a layer are 0.8 shards here, and two of such are quantized at once.
+        # Gate and up of a layer are 0.8 shards, and two such parameters are quantized at once.
         largest_shard = max(p.stat().st_size for p in wide.glob("*.safetensors"))
-        assert_little(wide, "bfloat16", largest_shard, how, most=2.4)
+        assert_memory(wide, "bfloat16", largest_shard, option, max_shards=2.4)
 
 
-def test_a_converted_checkpoint(tmp_path):
+def test_converted_checkpoint_loads_in_bounded_memory(tmp_path):
     run(CONVERT, str(tmp_path / "converted"))
     files = (path for path in (tmp_path / "converted").rglob("*") if path.is_file())
-    # Not a smaller model: TensorStore caches 100 MB of whatever it reads.
-    assert_little(tmp_path / "converted", "bfloat16", max(path.stat().st_size for path in files))
+    # The model must not be smaller, because TensorStore caches 100 MB of what it reads.
+    assert_memory(tmp_path / "converted", "bfloat16", max(path.stat().st_size for path in files))

@@ -1,4 +1,4 @@
-"""Converted checkpoints: the same model comes back from a folder that stands alone, or an error."""
+"""Converted checkpoints: they restore the same model without their source, or raise an error."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.support.quantized_bench import quantize_weights
 from tests.support.quantized_checkpoints import write_quantized
 from tests.support.tiny_checkpoints import write_checkpoint, write_safetensors
 
-# After a failed read Orbax leaves others behind, which find its event loop closed.
+# After a failed read, Orbax leaves other reads running, whose event loop is then closed.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 TEXT = "the theory of an hour\n  of other things: naïve 🙂"
@@ -60,7 +60,7 @@ def restore(directory: Path, dtype: str = "float32") -> tuple[Checkpoint, Any]:
 
 
 def write_small_gguf(path: Path) -> Path:
-    """One shard of one, of one block, with RoPE's factors as a tensor."""
+    """Write shard 1 of 1 of a model of one block, with RoPE's factors as a tensor."""
     writer = new_writer(path)
     add_byte_vocabulary(writer)
     writer.add_uint16("split.no", 0)
@@ -94,7 +94,7 @@ def assert_equal(one: Weights, other: Weights) -> None:
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory) -> Path:
-    """A Hugging Face checkpoint, converted; its source is gone."""
+    """Convert a Hugging Face checkpoint and delete its source."""
     folder = tmp_path_factory.mktemp("converted")
     convert(write_checkpoint("sharded", folder / "source"), folder / "output")
     shutil.rmtree(folder / "source")
@@ -107,7 +107,7 @@ def copy(converted, tmp_path) -> Path:
 
 
 @pytest.mark.parametrize("variant", ["rope_llama3_new", "all_biases_tied_mqa"])
-def test_a_hugging_face_model_comes_back_whole(variant, tmp_path):
+def test_converted_hugging_face_model_restores_weights_tokenizer_and_config(variant, tmp_path):
     source = write_checkpoint(variant, tmp_path / "source")
     (source / "1_Pooling").mkdir()
     (source / "1_Pooling" / "config.json").write_text("{}")
@@ -131,7 +131,7 @@ def test_a_hugging_face_model_comes_back_whole(variant, tmp_path):
     assert not list((tmp_path / "output").glob("*.safetensors*"))
 
 
-def test_a_gguf_model_comes_back_whole_with_tokenizer_and_short_tensors(tmp_path):
+def test_converted_gguf_model_restores_weights_tokenizer_and_config(tmp_path):
     source = write_small_gguf(tmp_path / "model-00001-of-00001.gguf")
     before, weights = convert(source, tmp_path / "output")
     model = functional_model(before, Numerics())
@@ -143,28 +143,28 @@ def test_a_gguf_model_comes_back_whole_with_tokenizer_and_short_tensors(tmp_path
     assert after.format == "gguf"
     assert after.metadata == {k: v for k, v in before.metadata.items() if "split." not in k}
     assert after.tokenizer().encode("hey hey") == ids
-    # And again, from the converted one.
+    # Convert again, from the converted checkpoint.
     convert(tmp_path / "output", tmp_path / "second")
     assert_equal(weights, restore(tmp_path / "second")[1])
 
 
 @pytest.mark.parametrize("kind", RECIPES)
-def test_quantized_parameters_come_back_quantized(kind, tmp_path):
+def test_quantized_parameters_restore_quantized(kind, tmp_path):
     checkpoint = open_checkpoint(write_checkpoint("mha", tmp_path / "source"))
     model = functional_model(checkpoint, numerics("bfloat16"))
     weights = quantize_weights(model, load_weights(checkpoint, model), kind)
     write_converted(checkpoint, model, weights, tmp_path / "output", quantization=kind)
     converted = open_checkpoint(tmp_path / "output")
-    ways: tuple[Any, ...] = ({"keep_packed": True}, {"quantize": kind})
-    for how in ways:
-        assert_equal(weights, load_weights(converted, model, **how))
+    cases: tuple[Any, ...] = ({"keep_packed": True}, {"quantize": kind})
+    for options in cases:
+        assert_equal(weights, load_weights(converted, model, **options))
     with pytest.raises(CheckpointError, match="--quantize="):
         load_weights(converted, model, quantize="int4" if kind == "int8" else "int8")
     assert json.loads((tmp_path / "output" / "jaxinfer.json").read_text())["quantization"] == kind
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "int8_w8a8"])
-def test_quantized_parameters_come_back_as_arrays_where_that_is_asked_for(kind, tmp_path):
+def test_quantized_parameters_restore_dequantized_by_default(kind, tmp_path):
     checkpoint = open_checkpoint(write_checkpoint("tied", tmp_path / "source"))
     model = functional_model(checkpoint, Numerics())
     weights: Any = load_weights(checkpoint, model)
@@ -178,7 +178,7 @@ def test_quantized_parameters_come_back_as_arrays_where_that_is_asked_for(kind, 
 
 
 @pytest.mark.parametrize("name", ["awq", "gptq act-order", "w8a8 float8 static"])
-def test_a_quantized_checkpoint_comes_back_packed_or_dequantized(name, tmp_path):
+def test_converted_quantized_checkpoint_restores_packed_or_dequantized(name, tmp_path):
     checkpoint = open_checkpoint(write_quantized(name, tmp_path)[0])
     model = functional_model(checkpoint, Numerics())
     packed = load_weights(checkpoint, model, keep_packed=True)
@@ -189,7 +189,7 @@ def test_a_quantized_checkpoint_comes_back_packed_or_dequantized(name, tmp_path)
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_every_kind_of_family_comes_back(group, tmp_path):
+def test_converted_model_of_every_family_group_restores(group, tmp_path):
     name, case = next((name, case) for name, case in GROUPS[group].items() if case.gguf)
     tensors = make_tensors(recorded(group)[name]["shapes"], case.seed, case.norm_mean)
     sources = [
@@ -204,7 +204,7 @@ def test_every_kind_of_family_comes_back(group, tmp_path):
         assert models[0].config == models[1].config
 
 
-def test_rows_in_an_order_of_their_own_are_put_back():
+def test_dequantize_restores_the_order_of_act_order_rows():
     matrix = np.random.default_rng(0).standard_normal((2, 32, 8)).astype(np.float32)
     order = np.stack([np.random.default_rng(i).permutation(32) for i in range(2)])
     rows = np.take_along_axis(matrix, order[..., None], axis=1)
@@ -213,7 +213,7 @@ def test_rows_in_an_order_of_their_own_are_put_back():
     np.testing.assert_allclose(dequantize_parameter(weight, spec), matrix, atol=0.02)
 
 
-def test_plain_parameters_come_back_in_the_type_that_is_asked_for(converted):
+def test_unquantized_parameters_restore_in_the_requested_dtype(converted):
     _, stored = restore(converted)
     _, cast = restore(converted, "bfloat16")
     for a, b in zip(stored, cast, strict=True):
@@ -221,7 +221,7 @@ def test_plain_parameters_come_back_in_the_type_that_is_asked_for(converted):
         np.testing.assert_array_equal(np.asarray(a.astype(jnp.bfloat16)), np.asarray(b))
 
 
-def test_a_type_too_narrow_for_stored_numbers_is_refused(tmp_path):
+def test_dtype_too_narrow_for_stored_values_is_refused(tmp_path):
     source = write_checkpoint("mqa", tmp_path / "source")
     tensors = dict(open_checkpoint(source).tensors)
     values = {name: tensor.read().copy() for name, tensor in tensors.items()}
@@ -233,7 +233,7 @@ def test_a_type_too_narrow_for_stored_numbers_is_refused(tmp_path):
         restore(tmp_path / "output", "float16")
 
 
-def test_scales_that_are_not_finite_are_refused(tmp_path):
+def test_non_finite_scales_are_refused_on_restore(tmp_path):
     checkpoint = open_checkpoint(write_checkpoint("mqa", tmp_path / "source"))
     model = functional_model(checkpoint, Numerics())
     weights = list(quantize_weights(model, load_weights(checkpoint, model), "int8"))
@@ -249,7 +249,7 @@ def test_scales_that_are_not_finite_are_refused(tmp_path):
         load_weights(converted, on_mesh)
 
 
-def test_what_became_of_the_weights_is_logged(converted, monkeypatch):
+def test_restore_logs_a_weights_summary(converted, monkeypatch):
     lines: list[str] = []
     keep = lambda report, model, weights: lines.append(report.summary(model, weights))
     monkeypatch.setattr(LoadReport, "log", keep)
@@ -257,7 +257,7 @@ def test_what_became_of_the_weights_is_logged(converted, monkeypatch):
     assert len(lines) == 1 and lines[0].startswith("weights: ")
 
 
-def test_float16_scales_come_back_wide_on_a_tpu(tmp_path, monkeypatch):
+def test_float16_scales_restore_as_float32_on_a_tpu(tmp_path, monkeypatch):
     checkpoint = open_checkpoint(write_checkpoint("mqa", tmp_path / "source"))
     model = functional_model(checkpoint, Numerics())
     weights = quantize_weights(model, load_weights(checkpoint, model), "int4")
@@ -270,7 +270,7 @@ def test_float16_scales_come_back_wide_on_a_tpu(tmp_path, monkeypatch):
             np.testing.assert_array_equal(np.asarray(before.scales), np.asarray(after.scales))
 
 
-def test_an_engine_answers_as_with_the_original(converted, tmp_path):
+def test_converted_checkpoint_gives_the_same_logits(converted, tmp_path):
     model, weights = running.load(write_checkpoint("sharded", tmp_path))
     restored = restore(converted)[1]
     tokens = list(range(4, 20))
@@ -279,7 +279,7 @@ def test_an_engine_answers_as_with_the_original(converted, tmp_path):
     )
 
 
-def test_progress_adds_up_to_the_bytes(converted):
+def test_restore_progress_sums_to_the_bytes(converted):
     checkpoint = open_checkpoint(converted)
     model = functional_model(checkpoint, Numerics())
     seen: list[int] = []
@@ -287,7 +287,7 @@ def test_progress_adds_up_to_the_bytes(converted):
     assert sum(seen) == model.num_bytes
 
 
-# What is wrong is said, with the way out.
+# Errors say what is wrong, with a remedy.
 
 
 def refused(directory: Path) -> str:
@@ -302,17 +302,17 @@ def edit(directory: Path, **changes: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def test_a_missing_manifest_is_named(copy):
+def test_missing_manifest_is_refused_by_name(copy):
     (copy / "jaxinfer.json").unlink()
     assert "but no jaxinfer.json" in refused(copy)
 
 
-def test_missing_arrays_are_named(copy):
+def test_missing_arrays_folder_is_refused_by_name(copy):
     shutil.rmtree(copy / "arrays")
     assert "has no arrays folder" in refused(copy)
 
 
-def test_another_format_version_is_refused(copy):
+def test_other_format_version_is_refused(copy):
     edit(copy, format_version=99)
     assert "format version 99" in refused(copy)
 
@@ -325,25 +325,25 @@ def test_another_format_version_is_refused(copy):
         ("parameters", {"a": 5}),
     ],
 )
-def test_a_damaged_manifest_is_refused(key, value, copy):
+def test_damaged_manifest_is_refused(key, value, copy):
     edit(copy, **{key: value})
     with pytest.raises(CheckpointError):
         restore(copy)
 
 
-def test_all_parameters_that_do_not_fit_are_named_at_once(copy):
+def test_all_mismatched_parameters_are_named_in_one_error(copy):
     parameters = json.loads((copy / "jaxinfer.json").read_text())["parameters"]
     del parameters["norm.weight"]
     parameters["embed.weight"]["shape"] = [1, 2]
     parameters["extra"] = {"shape": [1], "dtype": "float32"}
     edit(copy, parameters=parameters)
-    said = refused(copy)
+    error_text = refused(copy)
     for message in (
         "extra belongs to no",
         "embed.weight has shape [1, 2]",
         "norm.weight is missing",
     ):
-        assert message in said
+        assert message in error_text
 
 
 @pytest.mark.parametrize("damage", ["truncated", "deleted"])
@@ -357,7 +357,7 @@ def test_damaged_arrays_are_refused(damage, copy):
     assert "cannot be restored" in refused(copy)
 
 
-def test_a_folder_that_is_there_stays_unless_it_may_be_replaced(copy, tmp_path):
+def test_existing_output_is_kept_without_overwrite(copy, tmp_path):
     checkpoint = open_checkpoint(write_checkpoint("mqa", tmp_path / "source"))
     model = functional_model(checkpoint, Numerics())
     weights: Any = load_weights(checkpoint, model)
@@ -370,7 +370,7 @@ def test_a_folder_that_is_there_stays_unless_it_may_be_replaced(copy, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["copy", "source"]
 
 
-def test_what_is_interrupted_leaves_nothing(tmp_path, monkeypatch):
+def test_interrupted_write_leaves_no_output(tmp_path, monkeypatch):
     checkpoint = open_checkpoint(write_checkpoint("mqa", tmp_path / "source"))
     model = functional_model(checkpoint, Numerics())
 
@@ -383,7 +383,7 @@ def test_what_is_interrupted_leaves_nothing(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_it_is_not_quantized_when_it_is_restored(converted):
+def test_converted_checkpoint_refuses_to_quantize_on_load(converted):
     checkpoint = open_checkpoint(converted)
     model = functional_model(checkpoint, Numerics())
     with pytest.raises(CheckpointError, match="--quantize=int8"):

@@ -67,7 +67,7 @@ DAMAGED_ENTRIES = {
 
 
 @pytest.mark.parametrize("name", DAMAGED_ENTRIES)
-def test_a_damaged_entry_of_a_parameter_is_named(name, converted):
+def test_damaged_manifest_entry_is_refused_by_name(name, converted):
     entry, message = DAMAGED_ENTRIES[name]
     manifest = json.loads((converted / "jaxinfer.json").read_text())
     assert manifest["parameters"][PATH]["shape"] == [48, 32]

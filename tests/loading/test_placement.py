@@ -1,4 +1,4 @@
-"""A parameter on its device: in any order of its numbers, copied where it must be, and finite."""
+"""Placement of a parameter on its device: memory order, copies, and finite values."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def target(shape: tuple[int, ...], dtype: Any) -> LoadTarget:
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16])
 @pytest.mark.parametrize("shape", [(130, 70), (3, 130, 70), (5,), ()])
-def test_copying_keeps_the_values_in_any_order(dtype, shape):
+def test_copy_keeps_values_in_any_memory_order(dtype, shape):
     values = np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(np.float32) % 100
-    for turned in (values, values.T, values.swapaxes(0, -1) if values.ndim else values):
-        buffer = aligned_empty(turned.shape, np.dtype(dtype))
+    for view in (values, values.T, values.swapaxes(0, -1) if values.ndim else values):
+        buffer = aligned_empty(view.shape, np.dtype(dtype))
         assert is_aligned(buffer)
-        copy_checked(buffer, turned, "w")
-        np.testing.assert_array_equal(buffer.astype(np.float32), turned)
+        copy_checked(buffer, view, "w")
+        np.testing.assert_array_equal(buffer.astype(np.float32), view)
 
 
-def test_a_view_of_a_file_is_copied_and_a_new_array_is_kept():
+def test_file_view_is_copied_and_new_array_is_kept():
     fresh = aligned_empty((4, 4), FLOAT32)
     fresh[:] = 1
     [kept] = [place(target((4, 4), FLOAT32), [Piece("w", (), lambda: fresh)])]
@@ -48,8 +48,8 @@ def test_a_view_of_a_file_is_copied_and_a_new_array_is_kept():
     assert copied.unsafe_buffer_pointer() != mapped.ctypes.data
 
 
-def test_two_tensors_of_one_parameter_are_both_named(tmp_path):
-    """Files may store GPT-2 with the prefix `transformer.` or without; not with both."""
+def test_two_tensors_of_one_parameter_are_refused_by_name(tmp_path):
+    """Files may store GPT-2's tensors with or without the prefix `transformer.`, but not both."""
     case = GROUPS["gpt"]["gpt2"]
     tensors = make_tensors(recorded("gpt")["gpt2"]["shapes"], case.seed)
     bare = next(name for name in tensors if name.removeprefix("transformer.") == "wte.weight")
@@ -62,7 +62,7 @@ def test_two_tensors_of_one_parameter_are_both_named(tmp_path):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 1e30])
 @pytest.mark.parametrize("is_kept", [True, False])
-def test_what_is_not_finite_is_refused_by_name(bad, is_kept):
+def test_non_finite_values_are_refused_by_name(bad, is_kept):
     dtype = np.dtype(np.float16) if bad == 1e30 else FLOAT32
     values = aligned_empty((2, 2), FLOAT32)
     values[:] = [[1, bad], [1, 1]]

@@ -1,4 +1,4 @@
-"""Engines over weights that stay quantized: tokens, bits, bytes, and the options that say so."""
+"""Engines with quantized weights: tokens, batch invariance, memory, and the options."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ONE_PROGRAM = {"min_bucket": 32}  # as many tokens as a step has at most
 
 
 @pytest.mark.parametrize("name", ["awq", "gptq act-order"])
-def test_an_engine_generates_the_same_tokens(name):
+def test_packed_and_dequantized_weights_generate_the_same_tokens(name):
     packed, _, plain = tiny_weights(name)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     tokens = []
@@ -41,7 +41,7 @@ def test_an_engine_generates_the_same_tokens(name):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", ["awq", "w8a8 int8"])
-def test_bits_do_not_depend_on_the_batch_where_that_is_asked_for(name):
+def test_batch_invariant_quantized_engine_gives_equal_bits(name):
     packed: Weights = tiny_weights(name)[0]
     model = tiny_model(Numerics(batch_invariant=True))
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=2)
@@ -54,7 +54,7 @@ def test_bits_do_not_depend_on_the_batch_where_that_is_asked_for(name):
     assert found[0] == found[1]
 
 
-def test_options_are_honoured_or_refused(tmp_path):
+def test_quantization_options_are_honoured_or_refused(tmp_path):
     quantized, plain = write_quantized("awq", tmp_path)
     small = {"max_model_len": 32, "warm_up": False, "cache": {"page_size": 8, "num_pages": 8}}
 
@@ -78,7 +78,7 @@ def test_options_are_honoured_or_refused(tmp_path):
 
 
 def requantized(checkpoint: Checkpoint, kind: str, path: Path) -> Checkpoint:
-    """The demo model with its matrices of another GGUF type."""
+    """Write the demo model with its matrices in another GGUF type."""
     writer = GGUFWriter(path, "llama")
     for key, value in checkpoint.metadata.items():
         if key.startswith("llama."):
@@ -99,7 +99,7 @@ def requantized(checkpoint: Checkpoint, kind: str, path: Path) -> Checkpoint:
 
 
 @pytest.mark.ci
-def test_the_demo_model_stays_as_small_as_its_file(tmp_path):
+def test_packed_demo_model_is_no_larger_than_its_file(tmp_path):
     demo = open_checkpoint("demo")
     model = functional_model(demo, Numerics())
     ids = np.random.default_rng(0).integers(1000, 40_000, 48).tolist()

@@ -1,4 +1,4 @@
-"""Models whose weights stay quantized compute what the same models do of the weights' numbers."""
+"""Models with quantized weights compute what they do with the dequantized weights."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ from tests.support.tiny_checkpoints import write_checkpoint, write_safetensors
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", QUANTIZATIONS)
-def test_logits_are_those_of_the_numbers(name):
+def test_packed_weights_give_the_logits_of_their_values(name):
     packed, dequantized, plain = tiny_weights(name)
     for a, b in zip(jax.tree.leaves(dequantized), jax.tree.leaves(plain), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
     kinds = [type(weight) for weight in packed]
     is_special = "act-order" in name or QUANTIZATIONS[name].activations is not None
-    # Seven matrices a layer, gate and up in one array.
+    # A layer has seven matrices, with gate and up in one array.
     assert kinds.count(QuantWeight if is_special else QuantArray) == (5 if is_special else 6)
     assert kinds.count(QuantPair) == (1 if is_special else 0)
     expected = running.all_logits(tiny_model(), plain, IDS)
     error = relative(running.all_logits(tiny_model(), packed, IDS), expected)
     if QUANTIZATIONS[name].activations is None:
         assert error <= 1e-5
-    else:  # what quantized activations cost, which must be seen
+    else:  # quantized activations must show an error
         assert 1e-4 < error < (0.2 if "float8" in name else 0.06)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
-def test_products_quantize_and_order_their_activations(dtype):
+def test_matmul_quantizes_and_reorders_activations(dtype):
     rng = np.random.default_rng(0)
     x, w = rng.normal(size=(5, 64)).astype(np.float32), rng.normal(size=(64, 24))
     weight = quantize(w.astype(np.float32), 8, is_float=dtype != "int8")
@@ -68,7 +68,7 @@ def test_products_quantize_and_order_their_activations(dtype):
 
 
 def only_the_default(devices: list[Any]) -> Any:
-    """`jax.devices` of a process whose JAX_PLATFORMS names an accelerator alone."""
+    """Imitate `jax.devices` of a process whose JAX_PLATFORMS names only an accelerator."""
 
     def found(backend: str | None = None) -> list[Any]:
         if backend is not None:
@@ -84,7 +84,7 @@ MOST = {"int8": 0.02, "int4": 0.25, "float8": 0.15, "int8_w8a8": 0.06, "float8_w
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", RECIPES)
-def test_a_checkpoint_is_quantized_when_it_is_loaded(kind, tmp_path, monkeypatch):
+def test_loading_quantizes_an_unquantized_checkpoint(kind, tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "devices", only_the_default(jax.devices()))
     model, checkpoint = tiny_model(), open_checkpoint(write_checkpoint(TINY, tmp_path))
     dense = load_weights(checkpoint, model)
@@ -99,7 +99,7 @@ def test_a_checkpoint_is_quantized_when_it_is_loaded(kind, tmp_path, monkeypatch
     assert LEAST[kind] < error < MOST[kind]
 
 
-def test_a_quantized_embedding_is_looked_up_and_is_a_tied_head(tmp_path):
+def test_quantized_embedding_serves_lookup_and_tied_head(tmp_path):
     folder = write_checkpoint("tied", tmp_path)
     model, dense = running.load(folder)
     weights = quantize_weights(model, dense, "int8", with_embedding=True)
@@ -112,7 +112,7 @@ def test_a_quantized_embedding_is_looked_up_and_is_a_tied_head(tmp_path):
 
 
 @pytest.mark.parametrize("keep_packed", [False, True])
-def test_inputs_in_groups_of_different_sizes_are_refused_by_name(keep_packed, tmp_path):
+def test_groups_of_different_sizes_are_refused_by_name(keep_packed, tmp_path):
     folder, _ = write_quantized("gptq act-order", tmp_path)
     stored = read_safetensors(folder / "model.safetensors")
     tensors = {name: tensor.read().copy() for name, tensor in stored.items()}
@@ -123,8 +123,8 @@ def test_inputs_in_groups_of_different_sizes_are_refused_by_name(keep_packed, tm
         load_weights(open_checkpoint(folder), tiny_model(), keep_packed=keep_packed)
 
 
-def test_experts_are_quantized_matrix_by_matrix(monkeypatch):
-    """Chunks over all experts at once were a column or two wide."""
+def test_experts_are_quantized_one_matrix_at_a_time(monkeypatch):
+    """A chunk must not span all experts, since it would be only a column or two wide."""
     array = np.random.default_rng(0).normal(size=(3, 64, 40)).astype(np.float32)
     expected = quantize(array, 4, 64, True, scale_dtype=np.float16)
     shapes = []
@@ -143,7 +143,7 @@ def test_experts_are_quantized_matrix_by_matrix(monkeypatch):
         np.testing.assert_array_equal(a, b)
 
 
-def test_experts_whose_activations_stay_as_they_are_are_reported(tmp_path, monkeypatch):
+def test_experts_with_unquantized_activations_are_reported(tmp_path, monkeypatch):
     lines: list[str] = []
     keep = lambda report, model, weights: lines.append(report.summary(model, weights))
     monkeypatch.setattr(LoadReport, "log", keep)
@@ -157,7 +157,7 @@ def test_experts_whose_activations_stay_as_they_are_are_reported(tmp_path, monke
     )
 
 
-def test_what_is_dequantized_is_reported():
+def test_dequantized_parameters_are_reported():
     report = LoadReport()
     report.add("dequantized", "blocks.0.mlp.down.weight", "its parts differ")
     report.add("dequantized", "blocks.1.mlp.down.weight", "its parts differ")

@@ -1,4 +1,4 @@
-"""Quantized tensors of every stored format stand for what the format says, read as they are."""
+"""Quantized tensors of every stored format are read as the format defines."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ from tests.support.quantized_checkpoints import (
 from tests.support.tiny_checkpoints import write_checkpoint, write_safetensors
 
 FLOAT32 = np.dtype(np.float32)
-# Where the halves of each GGUF type lie in a block.
+# Offsets of the float16 numbers in a block of each GGUF type.
 HALVES = {"Q8_0": [0], "Q4_0": [0], "Q4_1": [0, 2], "Q4_K": [0, 2], "Q6_K": [208], "MXFP4": []}
-# Of the largest weight: 0 where the type's own numbers are kept.
+# The error relative to the largest weight; 0 for types that are read exactly.
 GGUF_ERROR = {"Q8_0": 0.0, "Q4_0": 0.0, "Q4_1": 2**-11, "Q4_K": 2**-10, "Q6_K": 2**-11}
 GGUF_ERROR["MXFP4"] = 0.0
 
 
 def gguf_bytes(kind: str, num_blocks: int, seed: int = 0) -> np.ndarray:
-    """Any bytes, with halves of usual size."""
+    """Make random blocks, with float16 numbers of usual magnitude."""
     rng = np.random.default_rng(seed)
     raw = rng.integers(0, 256, (num_blocks, BLOCKS[kind][1]), np.uint8)
     for at in HALVES[kind]:
@@ -66,7 +66,7 @@ def gguf_bytes(kind: str, num_blocks: int, seed: int = 0) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
-def test_gguf_types_are_read_as_the_package_dequantizes_them(kind):
+def test_packed_gguf_types_equal_the_gguf_packages_dequantization(kind):
     assert GGML_QUANT_SIZES[GGMLQuantizationType[kind]] == BLOCKS[kind]
     shape = (2, 5, 512)
     raw = gguf_bytes(kind, 2 * 5 * 512 // BLOCKS[kind][0])
@@ -77,7 +77,7 @@ def test_gguf_types_are_read_as_the_package_dequantizes_them(kind):
     assert error <= GGUF_ERROR[kind] * abs(expected).max()
 
 
-def test_a_block_that_is_its_minimum_throughout():
+def test_gguf_block_with_a_zero_scale_reads_as_its_minimum():
     raw = gguf_bytes("Q4_1", 4)
     halves = np.array([[0, 0.5], [0, 0], [2**-24, 100], [1, -3]], np.float16)
     raw[:, :4] = halves.view(np.uint8)
@@ -88,7 +88,7 @@ def test_a_block_that_is_its_minimum_throughout():
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
-def test_damaged_scales_show(kind):
+def test_non_finite_gguf_scales_are_detected(kind):
     raw = gguf_bytes(kind, 4)
     if kind == "MXFP4":
         raw[1, 0] = 255  # NaN
@@ -97,7 +97,7 @@ def test_damaged_scales_show(kind):
     assert not read_blocks(raw.reshape(-1), (4, BLOCKS[kind][0]), kind).is_finite()
 
 
-def test_mxfp4_is_the_formats_table():
+def test_mxfp4_values_equal_the_specifications_table():
     rng = np.random.default_rng(0)
     blocks = rng.integers(0, 256, (2, 3, 4, 16), np.uint8)
     scales = rng.integers(0, 252, (2, 3, 4), np.uint8)
@@ -120,7 +120,7 @@ def folders(request, tmp_path_factory) -> tuple[str, Path, Path]:
     return request.param, *write_quantized(request.param, tmp_path_factory.mktemp("quantized"))
 
 
-def test_a_layer_of_several_tensors_is_one_weight(folders):
+def test_tensors_of_a_quantized_layer_merge_into_one_weight(folders):
     name, quantized, plain = folders
     stored, true = open_checkpoint(quantized).tensors, open_checkpoint(plain).tensors
     tensors = {n: tensor for n, tensor in stored.items() if not n.endswith(".bias")}
@@ -166,7 +166,7 @@ def some_rows(bits: int, out: int, inputs: int, seed: int = 0, group: int = 16) 
         (part_of(LINEAR, 4, 40), (32, 24), 40),
     ],
 )
-def test_what_a_table_does_to_rows_is_done_to_scales_and_zeros(transform, dims, num_out, bits):
+def test_transform_applies_to_values_scales_and_zeros(transform, dims, num_out, bits):
     for seed in (0, 1):
         rows = some_rows(bits, num_out, 32, seed)
         packed: Any = pack_parameter(spec(32, 24, dims=dims), [rows], transform, dims)
@@ -175,14 +175,14 @@ def test_what_a_table_does_to_rows_is_done_to_scales_and_zeros(transform, dims, 
         np.testing.assert_array_equal(true_weight(packed), expected)
 
 
-def test_tables_stand_as_the_matrix_of_their_product():
+def test_embedding_table_packs_as_the_transposed_matrix():
     rows = some_rows(8, 40, 32, seed=1)
     packed: Any = pack_parameter(spec(40, 32, packs="table"), [rows], AS_STORED, (40, 32))
     np.testing.assert_array_equal(true_weight(packed), rows.dequantize(FLOAT32).T)
 
 
-def test_several_tensors_are_stacked():
-    parts = [some_rows(4, 24, 32, seed) for seed in (0, 1, 2)]  # the second alone has zeros
+def test_several_stored_tensors_stack_into_one_parameter():
+    parts = [some_rows(4, 24, 32, seed) for seed in (0, 1, 2)]  # only the second has zeros
     packed: Any = pack_parameter(spec(3, 32, 24), parts, LINEAR, (32, 24))
     packed.check()
     for i, part in enumerate(parts):
@@ -190,7 +190,7 @@ def test_several_tensors_are_stacked():
 
 
 @pytest.mark.parametrize("has_order", [False, True])
-def test_gate_and_up_in_one_tensor_take_what_it_says_of_activations(has_order):
+def test_joined_gate_and_up_keep_order_and_activation_scale(has_order):
     rows = some_rows(8, 48, 32, seed=1)
     rows = dataclasses.replace(
         rows,
@@ -209,7 +209,7 @@ def test_gate_and_up_in_one_tensor_take_what_it_says_of_activations(has_order):
         assert (half.order is not None) == has_order
 
 
-def test_float16_scales_are_wide_on_a_tpu(monkeypatch):
+def test_float16_scales_are_float32_on_a_tpu(monkeypatch):
     rows = some_rows(8, 24, 32, seed=1)
     packed = pack_parameter(spec(32, 24), [rows], LINEAR, (32, 24))
     for platform, dtype in (("cpu", "float16"), ("tpu", "float32")):
@@ -218,7 +218,7 @@ def test_float16_scales_are_wide_on_a_tpu(monkeypatch):
         assert placed.scales.dtype == placed.zeros.dtype == dtype and placed.values.dtype == "int8"
 
 
-def test_matrices_stored_inputs_first_and_every_other_output():
+def test_transposed_matrices_pack_every_other_output():
     blocks = np.random.default_rng(0).integers(0, 256, (2, 12, 3, 16), np.uint8)
     scales = np.full((2, 12, 3), 120, np.uint8)
     weight = spec(2, 96, 6)
@@ -228,7 +228,7 @@ def test_matrices_stored_inputs_first_and_every_other_output():
         np.testing.assert_array_equal(true_weight(packed[e]), expected[e])
 
 
-def test_what_cannot_stay_packed_says_why():
+def test_packing_refuses_cut_inputs_and_mixed_schemes():
     cut = Transform(lambda shape: shape, lambda stored, shape: stored[:, ::2].T)
     with pytest.raises(UnpackableError, match="inputs are cut or reordered"):
         pack_parameter(spec(16, 24), [some_rows(8, 24, 32)], cut, (16, 24))
@@ -295,7 +295,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_read_is_refused_by_name_with_the_way_out(name, tmp_path):
+def test_unsupported_quantizations_are_refused_by_name_with_a_remedy(name, tmp_path):
     config, message = REFUSED[name]
     folder = write_checkpoint("gqa", tmp_path)
     set_quantization(folder, config)
@@ -304,7 +304,7 @@ def test_what_is_not_read_is_refused_by_name_with_the_way_out(name, tmp_path):
     assert "unquantized" in str(error.value) and "quantize=int8" in str(error.value)
 
 
-def test_a_list_is_no_quantization_config(tmp_path):
+def test_quantization_config_that_is_a_list_is_refused(tmp_path):
     folder = write_checkpoint("gqa", tmp_path)
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": [1]}))
@@ -319,15 +319,15 @@ INT8, FLOAT8 = ("int8 tensors", "float8_e4m3fn tensors")
 @pytest.mark.parametrize(
     ("first", "second", "expected"),
     [
-        (["Linear"], [LAYER], FLOAT8),  # a name is nearer than the class, whatever the order
+        (["Linear"], [LAYER], FLOAT8),  # a name takes precedence over the class in either order
         ([LAYER], ["Linear"], INT8),
         (["Linear"], [r"re:.*mlp\.up"], FLOAT8),  # a pattern matches the start of a name
         ([r"re:.*up_proj"], [LAYER], FLOAT8),
-        (["Linear"], ["up_proj"], INT8),  # a name is whole
+        (["Linear"], ["up_proj"], INT8),  # a name must match completely
         (["Linear"], [r"re:mlp"], INT8),
     ],
 )
-def test_the_nearest_group_is_a_layers(first, second, expected):
+def test_layer_gets_its_closest_config_group(first, second, expected):
     by_channel = {"strategy": "channel", "num_bits": 8}
     groups = {
         "a": {"targets": first, "weights": {"type": "int", **by_channel}},
@@ -352,7 +352,7 @@ def test_the_nearest_group_is_a_layers(first, second, expected):
     assert {name: tensor.dtype for name, tensor in merged.items()} == {f"{LAYER}.weight": expected}
 
 
-def test_biases_beside_quantized_weights_are_none_where_they_are_zero(tmp_path):
+def test_zero_bias_of_a_quantized_layer_is_ignored(tmp_path):
     folder, _ = write_quantized("gptq", tmp_path)
     tensors = {name: tensor.read().copy() for name, tensor in _stored(folder).items()}
     load_weights(open_checkpoint(folder), tiny_model())
@@ -363,7 +363,7 @@ def test_biases_beside_quantized_weights_are_none_where_they_are_zero(tmp_path):
         load_weights(open_checkpoint(folder), tiny_model())
 
 
-def test_all_that_is_wrong_with_a_quantized_checkpoint_at_once(tmp_path):
+def test_all_problems_of_a_quantized_checkpoint_are_listed_in_one_error(tmp_path):
     folder, _ = write_quantized("awq", tmp_path)
     tensors = {name: tensor.read().copy() for name, tensor in _stored(folder).items()}
     layer = "model.layers.0.self_attn"
@@ -378,7 +378,7 @@ def test_all_that_is_wrong_with_a_quantized_checkpoint_at_once(tmp_path):
 
 
 def _stored(folder: Path) -> dict[str, Any]:
-    """The tensors as they lie in the file."""
+    """Return the tensors as stored in the file."""
     path = folder / "config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps({**config, "quantization_config": None}))
@@ -387,7 +387,7 @@ def _stored(folder: Path) -> dict[str, Any]:
     return tensors
 
 
-def test_nan_in_float8_shows():
+def test_nan_in_float8_values_is_detected():
     values = np.ones((2, 4), ml_dtypes.float8_e4m3fn)
     scales = np.ones((2, 1), np.float32)
     assert QuantRows(values, scales, None, 8).is_finite()

@@ -1,4 +1,4 @@
-"""Random weights: for any configuration, without any weights on disk; finite, and seeded."""
+"""Random weights for any configuration, without weights on disk: finite and seeded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.tiny_checkpoints import write_checkpoint
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A directory with a configuration and a tokenizer, without weights."""
+    """Write a directory with a configuration and a tokenizer, without weights."""
     directory = write_checkpoint("all_biases_tied_mqa", tmp_path_factory.mktemp("random"))
     (directory / "model.safetensors").unlink()
     return directory
@@ -38,7 +38,7 @@ def model_of(folder: Path, dtype: str = "float32") -> FunctionalModel:
     return functional_model(checkpoint, Numerics(np.dtype(jnp.dtype(dtype))))
 
 
-def test_matrices_keep_a_vectors_size_norms_and_biases_change_nothing(folder):
+def test_random_matrices_have_variance_one_over_inputs(folder):
     model = model_of(folder)
     weights = dict(zip((p.path for p in model.parameters), drawn(model, 1), strict=True))
     assert {p.path: (p.shape, p.dtype) for p in model.parameters} == {
@@ -56,7 +56,7 @@ def test_matrices_keep_a_vectors_size_norms_and_biases_change_nothing(folder):
     assert np.asarray(weights["embed.weight"]).std() == pytest.approx(32**-0.5, rel=0.1)
 
 
-def test_the_seed_decides_and_no_two_parameters_are_alike(folder):
+def test_random_weights_depend_on_seed_and_parameter(folder):
     model = model_of(folder, "bfloat16")
     one, again, other = (drawn(model, seed) for seed in (1, 1, 2))
     matrices = [
@@ -69,7 +69,7 @@ def test_the_seed_decides_and_no_two_parameters_are_alike(folder):
     assert len(same_shape) > 1 and not np.array_equal(same_shape[0], same_shape[1])
 
 
-def test_logits_are_finite_and_differ_by_token(folder):
+def test_random_weights_give_finite_logits_that_differ_by_token(folder):
     model = model_of(folder)
     logits = running.all_logits(model, drawn(model), list(range(1, 20)))
     assert np.isfinite(logits).all()
@@ -85,7 +85,7 @@ CONFIG = {
 }
 
 
-def test_an_engine_runs_a_configuration_alone_by_token_ids(folder, tmp_path):
+def test_engine_runs_a_config_without_weights_or_tokenizer(folder, tmp_path):
     alone = tmp_path / "some_model.json"
     alone.write_text((folder / "config.json").read_text())
     llm = LLM(alone, running.from_mapping(CONFIG), show_progress=False)
@@ -97,7 +97,7 @@ def test_an_engine_runs_a_configuration_alone_by_token_ids(folder, tmp_path):
         llm.generate(["text"], params)
 
 
-def test_a_directory_without_weights_says_how_to_run_it_all_the_same(folder, tmp_path):
+def test_directory_without_weights_is_refused_with_the_random_option(folder, tmp_path):
     with pytest.raises(CheckpointError, match="--set load_format=random"):
         open_checkpoint(folder)
     with pytest.raises(CheckpointError, match="--set load_format=random"):
@@ -106,13 +106,13 @@ def test_a_directory_without_weights_says_how_to_run_it_all_the_same(folder, tmp
 
 
 @pytest.mark.parametrize("claim", [1_001, 10**7])
-def test_a_claim_of_too_many_layers_is_refused(claim, folder, tmp_path):
+def test_too_many_layers_are_refused(claim, folder, tmp_path):
     config = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": claim}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=f"{claim:,} layers.*1,000"):
         model_of(tmp_path)
 
 
-def test_weights_lie_on_the_default_device(folder):
+def test_random_weights_are_on_the_default_device(folder):
     weights = drawn(model_of(folder))
     assert {device for w in weights for device in w.devices()} == {jax.devices()[0]}

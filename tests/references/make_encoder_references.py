@@ -30,7 +30,7 @@ from tests.support.family_bench import REFERENCES, FamilyCase, make_tensors, wri
 
 
 def saved_shapes(case: FamilyCase, folder: Path) -> dict[str, list[int]]:
-    """Names and shapes of what transformers saves for the case's `config.json`."""
+    """Return names and shapes of the tensors that transformers saves for the case's config."""
     config = transformers.AutoConfig.from_pretrained(write_huggingface(case, {}, folder / "config"))
     transformers.AutoModel.from_config(config, dtype=torch.float32).save_pretrained(folder)
     with safe_open(folder / "model.safetensors", "numpy") as file:
@@ -41,7 +41,7 @@ def saved_shapes(case: FamilyCase, folder: Path) -> dict[str, list[int]]:
 def record(
     name: str, case: FamilyCase, folder: Path
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """The JSON row of a case, and its hidden states."""
+    """Return the JSON row of a case, and its hidden states."""
     shapes = saved_shapes(case, folder)
     made = write_huggingface(case, make_tensors(shapes, case.seed), folder / "made")
     model = transformers.AutoModel.from_pretrained(

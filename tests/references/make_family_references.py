@@ -1,4 +1,4 @@
-"""Record what transformers answers for the tiny checkpoints of every model family.
+"""Record the logits of transformers for the tiny checkpoints of every model family.
 
     python tests/references/make_family_references.py [--groups=dense,moe]
 
@@ -33,7 +33,7 @@ flags.DEFINE_list("groups", sorted(GROUPS), "Groups to record.")
 
 
 def saved_shapes(config_folder: Path, folder: Path) -> dict[str, list[int]]:
-    """Names and shapes of what transformers saves for a `config.json`."""
+    """Return names and shapes of the tensors that transformers saves for a `config.json`."""
     config = transformers.AutoConfig.from_pretrained(config_folder)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)
@@ -43,7 +43,7 @@ def saved_shapes(config_folder: Path, folder: Path) -> dict[str, list[int]]:
 
 @torch.inference_mode()
 def logits_of(folder: Path, tokens: Sequence[int]) -> np.ndarray:
-    """[T, V]; a fresh model each time, since dynamic RoPE remembers what it has seen."""
+    """Return the logits [T, V], of a new model each time, because dynamic RoPE has state."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     )
@@ -53,7 +53,7 @@ def logits_of(folder: Path, tokens: Sequence[int]) -> np.ndarray:
 def record(
     name: str, case: FamilyCase, folder: Path
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """The JSON row of a case, and its logits."""
+    """Return the JSON row of a case, and its logits."""
     written = write_huggingface(case, {}, folder / "config")
     shapes = saved_shapes(written, folder / "saved")
     written = write_huggingface(

@@ -1,10 +1,10 @@
 """Write docs/models.md's table of families, from the registry and the results of the tests.
 
-    python tests/references/make_models_page.py             runs the families' tests, some minutes
-    python tests/references/make_models_page.py --results=junit.xml     takes a run's own report
+    python tests/references/make_models_page.py             runs the families' tests (minutes)
+    python tests/references/make_models_page.py --results=junit.xml     uses the report of a run
 
-A family is in the table when its tests passed: its tiny checkpoints' logits and greedy tokens
-against transformers, the same from a GGUF file, and with weights quantized. Needs torch and
+A family is in the table if its tests passed: the logits and greedy tokens of its tiny checkpoints
+compared with transformers, also from a GGUF file, and with quantized weights. Needs torch and
 transformers.
 """
 
@@ -30,8 +30,8 @@ from tests.support.family_groups import GROUPS
 from tests.support.paths import ROOT
 
 FLAGS = flags.FLAGS
-flags.DEFINE_string("results", None, "A JUnit report of these tests; none: run them.")
-flags.DEFINE_string("page", str(ROOT / "docs" / "models.md"), "The page whose table is replaced.")
+flags.DEFINE_string("results", None, "A JUnit report of these tests; without one they are run.")
+flags.DEFINE_string("page", str(ROOT / "docs" / "models.md"), "The page whose table to replace.")
 
 BEGIN, END = "<!-- families -->\n", "<!-- end of families -->\n"
 HEAD = (
@@ -49,7 +49,7 @@ PACKED = "test_quantized_weights_are_what_they_stand_for"
 
 
 class Result(NamedTuple):
-    """One passed test of one case; `difference` is what it recorded, where it did."""
+    """A passed test of a case; `difference` is the one it recorded, if any."""
 
     test: str
     case: str
@@ -57,14 +57,14 @@ class Result(NamedTuple):
 
 
 def read_report(path: Path) -> list[Result]:
-    """The passed tests of a JUnit report; `ValueError` if any failed or was skipped."""
+    """Read the passed tests of a JUnit report; raise `ValueError` if any failed or was skipped."""
     results, others = [], []
     for case in ElementTree.parse(path).iter("testcase"):
         if any(case.find(kind) is not None for kind in ("failure", "error", "skipped")):
             others.append(case.get("name"))
             continue
         matched = re.fullmatch(r"(\w+)\[(?:(\w+)-)?(\w+)\]", case.get("name", ""))
-        if matched is None:  # not of one case
+        if matched is None:  # not a test of one case
             continue
         values = {p.get("name"): p.get("value") for p in case.iter("property")}
         difference = values.get("difference")
@@ -76,7 +76,7 @@ def read_report(path: Path) -> list[Result]:
 
 
 def table(results: Sequence[Result]) -> str:
-    """The Markdown table; families without a passed parity test are left out."""
+    """Return the Markdown table; families without a passed parity test are left out."""
     by_test: Mapping[str, dict[str, Result]] = defaultdict(dict)
     for result in results:
         by_test[result.test][result.case] = result
@@ -120,7 +120,7 @@ def _code(names) -> str:
 
 
 def _split_axes(family: Family, cases) -> list[str]:
-    """The logical axes of the family's parameters that tensor parallelism may split."""
+    """Return the logical axes of the family's parameters that tensor parallelism may split."""
     axes: dict[str, None] = {}
     for case in cases.values():
         config = family.config_from_hf(case.config_json, {})

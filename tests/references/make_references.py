@@ -1,4 +1,4 @@
-"""Record what Hugging Face transformers answers, so that the tests need no PyTorch.
+"""Record logits and tokens of Hugging Face transformers, so that the tests need no PyTorch.
 
     python tests/references/make_references.py
 
@@ -6,8 +6,7 @@ writes into tests/references/:
 
 * `tiny_llama.npz`, `tiny_llama.json`: float32 logits of every checkpoint that
   `tests/support/tiny_checkpoints.py` makes, at a few positions of a few sequences, with each
-  config and a
-  digest of the weights they belong to;
+  config and a digest of its weights;
 * `smollm2_golden.json`: 64 greedy tokens for each prompt of `smollm2_prompts.json`, with the chosen
   token's logit and its lead over the second at every step (a lead under 1e-4 is a tie), and 64
   logits after the prompt: the 32 largest and 32 spread over the vocabulary.
@@ -52,13 +51,13 @@ NUM_SPREAD = 32
 
 
 def versions() -> dict[str, str]:
-    """The packages whose arithmetic or tokenization is recorded."""
+    """Return the versions of the packages whose arithmetic or tokenization is recorded."""
     packages = (torch, transformers, tokenizers, np)
     return {package.__name__: package.__version__ for package in packages}
 
 
 def write_json(path: Path, head: dict[str, Any], name: str, rows: Sequence[dict[str, Any]]) -> None:
-    """Write `head` and, under `name`, one line for each row: small, and readable in a diff."""
+    """Write `head` and, under `name`, one line for each row, which is readable in a diff."""
     lines = [f' "{key}": {json.dumps(value, ensure_ascii=False)},' for key, value in head.items()]
     body = ",\n".join("  " + json.dumps(row, ensure_ascii=False) for row in rows)
     path.write_text("{\n" + "\n".join(lines) + f'\n "{name}": [\n{body}\n ]\n}}\n', "utf-8")
@@ -66,12 +65,12 @@ def write_json(path: Path, head: dict[str, Any], name: str, rows: Sequence[dict[
 
 @torch.inference_mode()
 def full_logits(model: Any, tokens: Sequence[int]) -> np.ndarray:
-    """Logits [T, V] in float32 of one sequence, in one pass."""
+    """Compute the logits [T, V] in float32 of one sequence, in one pass."""
     return model(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0].numpy()
 
 
 def require_close(what: str, got: np.ndarray, want: np.ndarray, tolerance: float) -> float:
-    """Refuse to record logits that the float64 oracle does not confirm; return the difference."""
+    """Return the difference from the float64 reference; raise `ValueError` if it is too large."""
     difference = float(np.abs(got - want).max())
     if not difference <= tolerance:
         raise ValueError(
@@ -83,13 +82,13 @@ def require_close(what: str, got: np.ndarray, want: np.ndarray, tolerance: float
 
 
 def tiny_variant(name: str, folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Logits of one tiny checkpoint: its JSON row, and arrays [positions, V] by `name/index`."""
+    """Record a tiny checkpoint: its JSON row, and logits [positions, V] by `name/index`."""
     tiny = tiny_checkpoints.VARIANTS[name]
     directory = tiny_checkpoints.write_checkpoint(name, folder / name)
     tensors, config = tiny_checkpoints.weights(tiny), tiny_checkpoints.config_json(tiny)
     sequences, arrays, worst = [], {}, 0.0
     for index, tokens in enumerate(tiny_checkpoints.token_sequences(tiny)):
-        # A fresh model each time: dynamic scaling remembers the longest sequence it has seen.
+        # A new model each time, because dynamic scaling remembers the longest sequence.
         model, _ = load_peer(directory, "float32", attention="eager")
         logits = full_logits(model, tokens)
         oracle = reference_llama.forward(config, tensors, tokens)
@@ -117,10 +116,10 @@ def make_tiny(out: Path) -> None:
 
 
 def prompt_tokens(tokenizer: Any, entry: dict[str, Any]) -> tuple[str, list[int]]:
-    """The text of a prompt, through the chat template where it has messages, and its token ids.
+    """Return the text of a prompt, by the chat template if it has messages, and its token ids.
 
-    transformers forgets, when it reads a GGUF file, that this model's tokenizer takes digits one by
-    one. The prompts must not depend on that: both tokenizations are made and compared.
+    When it reads a GGUF file, transformers does not split digits one by one, as this model's
+    tokenizer does. The prompts must not depend on that, so both tokenizations are compared.
     """
     text = entry.get("text")
     if text is None:
@@ -139,7 +138,8 @@ def prompt_tokens(tokenizer: Any, entry: dict[str, Any]) -> tuple[str, list[int]
 
 @torch.inference_mode()
 def greedy(model: Any, prompt: Sequence[int], num_tokens: int) -> dict[str, Any]:
-    """Greedy tokens, end-of-text ignored, with each one's logit and lead, and the first logits."""
+    """Generate greedy tokens, ignoring end-of-text, with each one's logit and lead over the second;
+    return also the first logits."""
     tokens, chosen, leads, first_logits = [], [], [], torch.empty(0)
     ids, past = torch.tensor([list(prompt)]), {}
     for _ in range(num_tokens):
@@ -165,14 +165,14 @@ def greedy(model: Any, prompt: Sequence[int], num_tokens: int) -> dict[str, Any]
 
 
 def make_smollm2(gguf_file: Path, out: Path, num_tokens: int) -> None:
-    """Write `smollm2_golden.json` from the prompts beside it."""
+    """Write `smollm2_golden.json` from the prompts in `smollm2_prompts.json`."""
     entries = json.loads((ROOT / "tests/references/smollm2_prompts.json").read_text("utf-8"))
     model, tokenizer = load_peer(gguf_file, "float32", attention="eager")
     config, tensors = reference_llama.read_gguf(gguf_file)
     rows, worst = [], 0.0
     for entry in entries:
         text, ids = prompt_tokens(tokenizer, entry)
-        if len(ids) <= 40:  # the oracle takes seconds; the short prompts are enough
+        if len(ids) <= 40:  # short prompts only, because the float64 reference takes seconds
             oracle = reference_llama.forward(config, tensors, ids)
             logits = full_logits(model, ids)
             worst = max(worst, require_close(entry["name"], logits, oracle, SMOLLM2_TOLERANCE))

@@ -1,15 +1,14 @@
-"""Train the tests' tiny tokenizers, and record what Hugging Face transformers makes of them.
+"""Train the tests' tiny tokenizers, and record the results of Hugging Face transformers for them.
 
     python tests/references/make_tokenizer_references.py [--train]
 
-writes into tests/references/tokenizers/ one directory a kind of tokenizer (only with `--train`: a
-trainer breaks ties differently from run to run (WordPiece does), and what is recorded changes with
-it), and `torture.json`: for every kind and every text of `tests/support/torture_text.py` the
-number of ids
-and short digests of the ids and of the decoded text, without and with special tokens. Nothing is
-written if jaxinfer differs from transformers. SentencePiece models are recorded from the
-`sentencepiece` library where transformers is known to differ from it (`tests/text/test_torture.py`
-says where). Needs transformers.
+writes into tests/references/tokenizers/ one directory for each kind of tokenizer (only with
+`--train`, because some trainers, such as WordPiece's, break ties differently from run to run, which
+changes the records), and `torture.json`: for every kind and every text of
+`tests/support/torture_text.py`, the number of ids and short digests of the ids and of the decoded
+text, without and with special tokens. Nothing is written if jaxinfer differs from transformers.
+SentencePiece models for which transformers is known to differ from the `sentencepiece` library
+(`tests/support/tiny_tokenizers.py` lists them) are recorded from that library. Needs transformers.
 """
 
 from __future__ import annotations
@@ -44,12 +43,12 @@ from tests.support import tiny_tokenizers as tiny
 from tests.support.torture_text import CORPUS, TORTURE
 
 FLAGS = flags.FLAGS
-flags.DEFINE_bool("train", False, "Train the tokenizers anew, too.")
+flags.DEFINE_bool("train", False, "Also retrain the tokenizers.")
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>", "</s>", "<mask>")
 BERT_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))
-# A few rules of NFKC, so that a model carries a character map of hundreds of bytes, not 240 kB.
+# A few rules of NFKC, so that a model's character map has hundreds of bytes and not 240 kB.
 RULES = {
     "ﬁ": "fi", "\uff0c": ",", "\uff11": "1", "\uff12": "2", "\u3000": " ", "\t": " ", "\n": " ",
     "①": "1", "²": "2", "e\u0301": "é", "ｶ\uff9e": "ガ", "\u200b": " ", "\u00ad": "",
@@ -58,7 +57,7 @@ RULES = {
 
 
 def write(name: str, config: dict[str, Any], model_type: str, backend: Tokenizer | None) -> Path:
-    """A directory with `tokenizer_config.json`, `config.json` and perhaps `tokenizer.json`."""
+    """Write a directory with both configs and, if there is a `backend`, a `tokenizer.json`."""
     folder = tiny.FOLDER / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -72,7 +71,7 @@ def write(name: str, config: dict[str, Any], model_type: str, backend: Tokenizer
 
 
 def added(*, mask: bool = True) -> list[tokenizers.AddedToken]:
-    """Added tokens with every option."""
+    """Make added tokens with every option."""
     rest = [
         tokenizers.AddedToken("<tool>", normalized=False),
         tokenizers.AddedToken("hello", normalized=True, single_word=True),
@@ -82,7 +81,7 @@ def added(*, mask: bool = True) -> list[tokenizers.AddedToken]:
 
 
 def byte_level(rule: str, vocab_size: int = 500) -> Tokenizer:
-    """A byte-level BPE tokenizer with the split rule of that name."""
+    """Train a byte-level BPE tokenizer with the split rule of this name."""
     backend = Tokenizer(models.BPE(ignore_merges=SPLIT_RULES[rule].whole_words_first))
     backend.pre_tokenizer = SPLIT_RULES[rule].pre_tokenizer()
     if rule == "gpt-2":
@@ -102,7 +101,7 @@ def byte_level(rule: str, vocab_size: int = 500) -> Tokenizer:
 
 
 def make_byte_level() -> None:
-    """Three byte-level tokenizers, and the older files of three."""
+    """Write three byte-level tokenizers, and three in the older files."""
     gpt2 = byte_level("gpt-2")
     folder = write("files_gpt2", {"tokenizer_class": "GPT2Tokenizer"}, "gpt2", None)
     gpt2.model.save(str(folder))
@@ -134,7 +133,7 @@ FAST = {"tokenizer_class": "PreTrainedTokenizerFast"}
 
 
 def pieces_of(kind: str, **options: Any) -> tuple[bytes, list[tuple[str, float]]]:
-    """A SentencePiece model, and its pieces with their scores."""
+    """Train a SentencePiece model; return it and its pieces with their scores."""
     out = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(CORPUS),
@@ -154,7 +153,7 @@ IDENTITY = {"normalization_rule_name": "identity", "remove_extra_whitespaces": F
 
 
 def make_sentencepiece() -> None:
-    """Models alone, and `tokenizer.json` files as they are converted from such models."""
+    """Write SentencePiece models, and `tokenizer.json` files converted from such models."""
     raw, pieces = pieces_of("bpe", vocab_size=700, byte_fallback=True, **IDENTITY)
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": True}
     listed = {
@@ -177,7 +176,7 @@ def make_sentencepiece() -> None:
 
 
 def make_llama(pieces: list[tuple[str, float]]) -> None:
-    """BPE with byte fallback: with a space before each text, and Gemma's without."""
+    """Write BPE with byte fallback: with a space before each text, and without, as Gemma's."""
     ids = {piece: i for i, (piece, _) in enumerate(pieces)}
     ranked = sorted(
         (-score, ids[whole], whole[:cut], whole[cut:])
@@ -208,7 +207,7 @@ def make_llama(pieces: list[tuple[str, float]]) -> None:
 
 
 def make_unigram(raw: bytes) -> None:
-    """Unigram models: T5's way with a character map, and one with byte fallback."""
+    """Write Unigram models: one with a character map, as T5's, and one with byte fallback."""
     model = sentencepiece.SentencePieceProcessor(model_proto=raw)
     pieces = [(model.id_to_piece(i), model.get_score(i)) for i in range(model.piece_size())]
     charsmap = tiny.charsmap_of(raw)
@@ -235,7 +234,7 @@ def make_unigram(raw: bytes) -> None:
 
 
 def make_words() -> None:
-    """BERT's WordPiece, lower-cased and not, its older file, and whole words."""
+    """Write BERT's WordPiece, lower-cased and cased, its older file, and a word-level tokenizer."""
     for name, lowercase in (("wordpiece_uncased", True), ("wordpiece_cased", False)):
         backend = Tokenizer(models.WordPiece(unk_token="[UNK]"))
         backend.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
@@ -269,7 +268,7 @@ def make_words() -> None:
 
 
 def rows_of(name: str) -> list[list[Any]]:
-    """The records of transformers' tokenizer; it must agree with ours, or be known not to."""
+    """Make the records of transformers' tokenizer, which must equal ours except for `DIFFERS`."""
     peer = transformers.AutoTokenizer.from_pretrained(tiny.FOLDER / name)
     ours = tiny.directory_tokenizer(name)
     rows, differing = [], []
@@ -286,7 +285,7 @@ def rows_of(name: str) -> list[list[Any]]:
 
 
 def chat_rows(name: str) -> list[Any]:
-    """The records of transformers for a chat template; ours must be the same."""
+    """Make the records of transformers for a chat template, which must equal ours."""
     with tempfile.TemporaryDirectory() as folder:
         directory, ours = tiny.with_template(name, Path(folder))
         peer = transformers.AutoTokenizer.from_pretrained(directory)
@@ -300,7 +299,7 @@ def chat_rows(name: str) -> list[Any]:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Make the references."""
+    """Write the references."""
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
     transformers.utils.logging.set_verbosity_error()

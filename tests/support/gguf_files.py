@@ -1,6 +1,6 @@
 """Small GGUF files and tokenizers for tests, and the demo model's tokenizer.
 
-Files are written by the `gguf` package's writer, so that the reader under test is held against
+Files are written with the `gguf` package's writer, so that the reader under test is compared with
 another implementation of the format.
 """
 
@@ -28,7 +28,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
-# A byte-level vocabulary: two control tokens, the alphabet, a few merges, a user-defined token.
+# A byte-level vocabulary: two control tokens, the alphabet, merged tokens, a user-defined one.
 MERGES = ("h e", "l l", "he ll", "hell o", "Ġ w", "o r", "Ġw or", "l d", "Ġwor ld")
 BYTE_TOKENS = (
     "<|end|>",
@@ -77,7 +77,7 @@ def add_vocabulary(
     scores: Sequence[float] | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a vocabulary; `extra` holds further `tokenizer.ggml.*` keys: ints, bools, strings."""
+    """Write a vocabulary; `extra` has further `tokenizer.ggml.*` keys: ints, bools, strings."""
     writer.add_tokenizer_model(model)
     writer.add_token_list(tokens)
     if types is not None:
@@ -121,7 +121,7 @@ def finish(writer: GGUFWriter) -> None:
 
 
 def write_gguf(path: Path, tensors: Mapping[str, np.ndarray] | None = None) -> Path:
-    """A file with plain tensors (one float32 one by default) and the byte-level vocabulary."""
+    """Write unquantized tensors (one float32 by default) and the byte-level vocabulary."""
     writer = new_writer(path)
     add_byte_vocabulary(writer)
     if tensors is None:
@@ -133,7 +133,7 @@ def write_gguf(path: Path, tensors: Mapping[str, np.ndarray] | None = None) -> P
 
 
 def write_raw(path: Path, name: str, data: np.ndarray, kind: GGMLQuantizationType) -> Path:
-    """A file with one tensor given as rows of stored bytes (uint8) and no vocabulary."""
+    """Write one tensor, given as rows of stored bytes (uint8), and no vocabulary."""
     writer = new_writer(path)
     writer.add_tensor(name, data, raw_dtype=kind)
     finish(writer)
@@ -141,18 +141,18 @@ def write_raw(path: Path, name: str, data: np.ndarray, kind: GGMLQuantizationTyp
 
 
 def header(num_tensors: int = 0, num_key_values: int = 0, version: int = 3) -> bytes:
-    """The fixed first 24 bytes of a file."""
+    """Return the fixed first 24 bytes of a file."""
     return b"GGUF" + struct.pack("<IQQ", version, num_tensors, num_key_values)
 
 
 def text(value: str | bytes) -> bytes:
-    """A string as GGUF stores it."""
+    """Encode a string as GGUF stores it."""
     raw = value.encode() if isinstance(value, str) else value
     return struct.pack("<Q", len(raw)) + raw
 
 
-def tensor_line(name: str, dims: Sequence[int], kind: int, offset: int) -> bytes:
-    """One line of the tensor directory; `dims` in file order, fastest first."""
+def tensor_entry(name: str, dims: Sequence[int], kind: int, offset: int) -> bytes:
+    """Encode an entry of the tensor directory; `dims` are in file order, fastest first."""
     return (
         text(name)
         + struct.pack(f"<I{len(dims)}Q", len(dims), *dims)
@@ -162,12 +162,12 @@ def tensor_line(name: str, dims: Sequence[int], kind: int, offset: int) -> bytes
 
 @cache
 def demo_tokenizer() -> Tokenizer:
-    """SmolLM2's tokenizer, built from the demo model's file."""
+    """Build SmolLM2's tokenizer from the demo model's file."""
     return open_checkpoint("demo").tokenizer()
 
 
 def small_tokenizer(folder: Path, kind: str, **extra: Any) -> Tokenizer:
-    """The tokenizer of a file with the "byte" or the "piece" vocabulary, written to `folder`."""
+    """Write a file with the "byte" or "piece" vocabulary to `folder`; return its tokenizer."""
     writer = new_writer(folder / f"{kind}.gguf")
     {"byte": add_byte_vocabulary, "piece": add_piece_vocabulary}[kind](writer, **extra)
     finish(writer)
@@ -175,7 +175,7 @@ def small_tokenizer(folder: Path, kind: str, **extra: Any) -> Tokenizer:
 
 
 def refused(path: Path) -> str:
-    """The message with which opening `path` is refused, in little time and memory."""
+    """Return the error of opening `path`, which must take little time and memory."""
     tracemalloc.start()
     started = time.perf_counter()
     try:

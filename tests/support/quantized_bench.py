@@ -1,4 +1,4 @@
-"""Quantized models: tiny ones, loaded once for all tests of a file, and any from its weights."""
+"""Tiny quantized models, loaded once for all tests of a file, and quantization of any weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def relative(out: np.ndarray, expected: np.ndarray) -> float:
 
 @cache
 def tiny_model(numerics: Numerics | None = None) -> FunctionalModel:
-    """One for all quantizations, so that what they share is compiled once."""
+    """Return one model for all quantizations, so that shared programs are compiled once."""
     with TemporaryDirectory() as folder:
         checkpoint = open_checkpoint(write_checkpoint(TINY, folder))
         return functional_model(checkpoint, numerics or Numerics())
@@ -36,7 +36,7 @@ def tiny_model(numerics: Numerics | None = None) -> FunctionalModel:
 
 @cache
 def tiny_weights(name: str) -> tuple[Weights, Weights, Weights]:
-    """Of a quantized checkpoint: packed, dequantized, and those of its twin in plain numbers."""
+    """Load a quantized checkpoint packed and dequantized, and its unquantized counterpart."""
     with TemporaryDirectory() as folder:
         quantized, plain = map(open_checkpoint, write_quantized(name, Path(folder)))
         model = tiny_model()
@@ -50,16 +50,18 @@ def tiny_weights(name: str) -> tuple[Weights, Weights, Weights]:
 def quantize_weights(
     model: FunctionalModel, weights: Weights, kind: str, *, with_embedding: bool = False
 ) -> Weights:
-    """As `load_weights` quantizes them; `with_embedding` also the table, as GGUF files have it: its
-    product takes x as it is."""
+    """Quantize weights as `load_weights` does, and the embedding too if `with_embedding`.
+
+    GGUF files have quantized embeddings, whose matmul takes unquantized activations.
+    """
     recipe = get_recipe(kind)
-    of_table = dataclasses.replace(recipe, activation_dtype=None)
+    table_recipe = dataclasses.replace(recipe, activation_dtype=None)
     results = []
     for spec, weight in zip(model.parameters, weights, strict=True):
         array = np.asarray(weight)
         if can_quantize(spec, recipe):
             weight = quantize_parameter(spec, array, recipe)
         elif spec.packs == "table" and with_embedding:
-            weight = quantize_parameter(spec, array.T, of_table)
+            weight = quantize_parameter(spec, array.T, table_recipe)
         results.append(place_whole(LoadTarget(spec, (spec,)), lambda _, weight=weight: weight))
     return tuple(results)

@@ -1,7 +1,7 @@
-"""Tiny Llama checkpoints quantized in every way that Hugging Face directories come in.
+"""Tiny Llama checkpoints in every quantization format of Hugging Face directories.
 
-Packed here, from the formats' definitions, apart from the code that reads them: each packer turns a
-weight [out, in] into the stored tensors of its layer, and the float64 weight that they stand for.
+The packers follow the formats' definitions and share no code with the readers: each one converts a
+weight [out, in] to the stored tensors of its layer and the float64 weight that they represent.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Packer = Callable[[np.ndarray, np.random.Generator], tuple[Tensors, np.ndarray]]
 
 @dataclass(frozen=True)
 class Quantization:
-    """`config` is config.json's `quantization_config`."""
+    """A `quantization_config` of config.json, and the packer of its layers."""
 
     config: Mapping[str, Any]
     pack: Packer
@@ -33,7 +33,7 @@ class Quantization:
 
 
 def int32_words(values: np.ndarray, bits: int, order: tuple[int, ...] | None = None) -> np.ndarray:
-    """[..., n] to [..., n bits / 32]: number order[i] (or i) of a word in its i-th lowest bits."""
+    """Pack [..., n] to [..., n bits / 32]; value order[i] (or i) goes to a word's i-th bits."""
     count = 32 // bits
     padded = np.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, -values.shape[-1] % count)])
     words = np.zeros((*padded.shape[:-1], padded.shape[-1] // count), np.uint64)
@@ -46,8 +46,8 @@ def int32_words(values: np.ndarray, bits: int, order: tuple[int, ...] | None = N
 def integers(
     w: np.ndarray, bits: int, group: int, has_zeros: bool, g_idx: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Of w [out, in]: q in 0..2^bits - 1 [out, in], float16 scales and zeros [out, groups], and the
-    weight they stand for."""
+    """Quantize w [out, in] to q in 0..2^bits - 1 [out, in], float16 scales and zeros [out, groups],
+    and return also the weight that these represent."""
     g_idx = np.arange(w.shape[1]) // group if g_idx is None else g_idx
     num_groups, top = g_idx.max() + 1, 2**bits - 1
     scales = np.empty((len(w), num_groups), np.float16)
@@ -76,13 +76,13 @@ def awq(w: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, np.ndarray]:
 
 
 def gptq(bits: int, has_zeros: bool, version: int, act_order: bool, group: int = GROUP) -> Packer:
-    """`group` -1: all inputs."""
+    """Return the packer of GPTQ; `group` -1 puts all inputs in one group."""
 
     def pack(w: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, np.ndarray]:
         g_idx = np.arange(w.shape[1]) // (w.shape[1] if group == -1 else group)
         g_idx = rng.permutation(g_idx) if act_order else g_idx
         q, scales, zeros, true = integers(w, bits, group, has_zeros, g_idx)
-        # A zero point of 0 cannot be stored less one.
+        # Version 1 stores zero points minus one, so a zero point of 0 is impossible.
         if version == 1:
             assert zeros.min() > 0
         return {
@@ -90,7 +90,7 @@ def gptq(bits: int, has_zeros: bool, version: int, act_order: bool, group: int =
             "qzeros": int32_words(zeros.T - (version == 1), bits),
             "scales": np.ascontiguousarray(scales.T),
             "g_idx": g_idx.astype(np.int32),
-            "bias": np.zeros(len(w), np.float16),  # which AutoGPTQ writes, whatever the model has
+            "bias": np.zeros(len(w), np.float16),  # AutoGPTQ writes it even without a bias
         }, true
 
     return pack
@@ -106,7 +106,10 @@ def plain(
     names: tuple[str, str] = SCALES,
     scale_dtype: Any = np.float32,
 ) -> Packer:
-    """8 bits with a scale a row or a tensor; `names` of the scales of the weight and of x."""
+    """Return the packer of 8-bit values with a scale for each row or one for the tensor.
+
+    `names` are the suffixes of the scale of the weight and of the scale of x.
+    """
 
     def pack(w: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, np.ndarray]:
         top = 127 if dtype == "int8" else 448
@@ -114,7 +117,7 @@ def plain(
         scale = np.asarray(np.asarray(tops / top, scale_dtype), np.float64)
         scaled = np.clip(w / scale, -top, top).astype(np.float32)
         q = np.rint(scaled).astype(np.int8) if dtype == "int8" else scaled.astype(FLOAT8)
-        # A scalar where transformers writes it, else a list of one.
+        # transformers writes a scalar, the other writers a list of one.
         shape_of_one = (1,) if names is SCALES else ()
         stored = scale.astype(scale_dtype)
         tensors = {
@@ -148,7 +151,7 @@ def packed(bits: int, has_zeros: bool, act_order: bool = False) -> Packer:
 
 
 def blocks(rows: int, columns: int, name: str = "weight_scale_inv") -> Packer:
-    """float8 with a scale for each block, those at the edges cut."""
+    """Return the packer of float8 with a scale for each block; edge blocks are partial."""
 
     def pack(w: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, np.ndarray]:
         q, true = np.empty(w.shape, FLOAT8), np.empty(w.shape)
@@ -268,7 +271,7 @@ def is_quantized(name: str) -> bool:
 
 
 def write_quantized(name: str, folder: Path) -> tuple[Path, Path]:
-    """The checkpoint quantized as `QUANTIZATIONS[name]`, and one of the weights it stands for."""
+    """Write the checkpoint quantized by `QUANTIZATIONS[name]`, and its dequantized weights."""
     quantization, rng = QUANTIZATIONS[name], np.random.default_rng(0)
     stored, true = {}, {}
     for tensor_name, values in weights(TINY).items():

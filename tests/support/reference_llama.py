@@ -1,14 +1,14 @@
 """A Llama forward pass in float64 NumPy: slow, short, and sharing no code with the engine.
 
-A second oracle beside the logits that transformers recorded. It needs no PyTorch, takes any token
-sequence, and has no rounding to speak of, so it also says which of two float32 answers is nearer.
-One pass over a whole sequence: no cache, no batch, no pages.
+It is a second reference besides the logits recorded from transformers. It needs no PyTorch, takes
+any token sequence, and has negligible rounding, so it also tells which of two float32 results is
+closer. It runs once over a whole sequence, without a cache, batches or pages.
 
 Rotary scalings follow their papers: linear (Chen et al. 2023), dynamic NTK (bloc97 and emozilla
 2023), YaRN (Peng et al. 2023, sections 3.2 and 3.4), LongRoPE (Ding et al. 2024), Llama 3.1's by
-wavelength, and proportional (Gemma's: only the leading frequencies turn). Where a paper is silent,
-the behaviour of transformers 5 is the law: a "dynamic" or "longrope" sequence uses, for all its
-positions, the frequencies of its whole length.
+wavelength, and proportional (Gemma's, which rotates only the leading frequencies). Where a paper
+leaves something open, transformers 5 decides: a "dynamic" or "longrope" sequence uses the
+frequencies of its whole length for all positions.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import numpy as np
 
 
 def rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary keys of a `config.json` in one dictionary, whichever way they are spelled.
+    """Return the rotary keys of a `config.json`, in the old or the new form, in one dictionary.
 
-    An outer `original_max_position_embeddings` wins over one inside; with neither, the scalings
-    that need it take `max_position_embeddings`.
+    An outer `original_max_position_embeddings` takes precedence over an inner one; without either,
+    the scalings that need it use `max_position_embeddings`.
     """
     rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
     rope.setdefault("rope_type", rope.get("type", "default"))
@@ -37,12 +37,12 @@ def rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _yarn(rope: Mapping[str, Any], freqs: np.ndarray, factor: float) -> tuple[np.ndarray, float]:
-    """YaRN: blend kept and divided frequencies by how often each turns over the original length."""
+    """Apply YaRN: blend original and divided frequencies by their rotations over the length."""
     theta, half = rope["rope_theta"], len(freqs)
 
-    def index_of(turns: float) -> float:
-        """The (fractional) index of the frequency that makes `turns` full turns."""
-        return half * math.log(rope["original"] / (turns * 2 * math.pi)) / math.log(theta)
+    def index_of(rotations: float) -> float:
+        """Return the (fractional) index of the frequency that makes this many full rotations."""
+        return half * math.log(rope["original"] / (rotations * 2 * math.pi)) / math.log(theta)
 
     low, high = index_of(rope.get("beta_fast") or 32), index_of(rope.get("beta_slow") or 1)
     if rope.get("truncate", True):
@@ -64,15 +64,15 @@ def _yarn(rope: Mapping[str, Any], freqs: np.ndarray, factor: float) -> tuple[np
 
 
 def _llama3(rope: Mapping[str, Any], freqs: np.ndarray, factor: float) -> np.ndarray:
-    """Llama 3.1: keep short wavelengths, divide long ones, blend between."""
-    turns = rope["original"] * freqs / (2 * math.pi)
+    """Apply Llama 3.1's scaling: keep short wavelengths, divide long ones, blend in between."""
+    rotations = rope["original"] * freqs / (2 * math.pi)
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    kept = np.clip((turns - low) / (high - low), 0, 1)
+    kept = np.clip((rotations - low) / (high - low), 0, 1)
     return freqs * kept + freqs / factor * (1 - kept)
 
 
 def frequencies(config: Mapping[str, Any], head_dim: int, length: int) -> tuple[np.ndarray, float]:
-    """Angle per position of each pair, [H/2], and what multiplies cos and sin, for one sequence."""
+    """Return the angle per position of each pair, [H/2], and the factor of cos and sin."""
     rope, half = rope_settings(config), head_dim // 2
     kind, theta, longest = rope["rope_type"], rope["rope_theta"], config["max_position_embeddings"]
     factor = rope.get("factor") or longest / rope["original"]
@@ -95,13 +95,13 @@ def frequencies(config: Mapping[str, Any], head_dim: int, length: int) -> tuple[
     if kind == "llama3":
         return _llama3(rope, freqs, factor), 1.0
     if kind == "proportional":
-        turning = int(rope.get("partial_rotary_factor", 1.0) * head_dim // 2)
-        return np.where(np.arange(half) < turning, freqs / rope.get("factor", 1.0), 0.0), 1.0
+        rotated = int(rope.get("partial_rotary_factor", 1.0) * head_dim // 2)
+        return np.where(np.arange(half) < rotated, freqs / rope.get("factor", 1.0), 0.0), 1.0
     raise ValueError(f"rope_type {kind!r} has no reference here; write its formula first")
 
 
 def _rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
-    """Turn the pairs (i, i + H/2) of x [T, heads, H] by the angles of cos and sin [T, 1, H/2]."""
+    """Rotate the pairs (i, i + H/2) of x [T, heads, H] by the angles of cos and sin [T, 1, H/2]."""
     a, b = np.split(x, 2, axis=-1)
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
@@ -114,9 +114,9 @@ def _softmax(x: np.ndarray) -> np.ndarray:
 def forward(
     config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], tokens: Sequence[int]
 ) -> np.ndarray:
-    """Logits [T, V] in float64 at every position of one sequence.
+    """Compute the logits [T, V] in float64 at every position of one sequence.
 
-    `config` is the content of a Hugging Face `config.json`, `tensors` its checkpoint by name.
+    `config` is the content of a Hugging Face `config.json`, `tensors` the checkpoint's by name.
     """
     num_heads = config["num_attention_heads"]
     num_kv = config.get("num_key_value_heads") or num_heads
@@ -174,10 +174,10 @@ _GGUF_NAMES = {
 
 
 def read_gguf(path: str | Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """A Llama GGUF file as (`config.json` content, tensors by Hugging Face name, float32).
+    """Read a Llama GGUF file as (`config.json` content, float32 tensors by Hugging Face name).
 
     GGUF stores the rows of the query and key projections with each rotary pair adjacent; they are
-    put back to halves here.
+    reordered to halves here.
     """
     reader = gguf.GGUFReader(path)
 

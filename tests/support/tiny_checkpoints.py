@@ -1,13 +1,13 @@
 """Tiny random Llama checkpoints in the Hugging Face layout, made offline from a seed.
 
-What a test gets: a folder with `config.json`, `generation_config.json`, safetensors,
-`tokenizer.json` and `tokenizer_config.json`, some 150 kB in all. The bytes are the same on every
-machine and with every NumPy: weights come from raw PCG64 words (a stream NumPy promises to keep) by
-exact float32 arithmetic, and the safetensors file is written here. So logits recorded once, by
-`tests/references/make_references.py`, stay valid where PyTorch is absent, and `weights_sha256`
-proves it.
+A checkpoint is a folder with `config.json`, `generation_config.json`, safetensors,
+`tokenizer.json` and `tokenizer_config.json`, about 150 kB in all. Its bytes are the same on every
+machine and with every version of NumPy: weights are computed from raw PCG64 words (a stream that
+NumPy guarantees) with exact float32 arithmetic, and the safetensors file is written here. So logits
+recorded by `tests/references/make_references.py` stay valid on machines without PyTorch;
+`weights_sha256` checks that.
 
-Not here: any forward pass (see `reference_llama.py`) and any architecture but Llama.
+The forward pass of Llama is in `reference_llama.py`.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class TinyLlama:
-    """One checkpoint: sizes, what is stored, and how `config.json` spells the rotary embedding.
+    """A checkpoint: its sizes, its storage, and its rotary keys in `config.json`.
 
-    `rope` is merged into `config.json` as it stands, so that both spellings in use are covered: the
-    old `rope_theta` beside `rope_scaling`, and the new `rope_parameters`. A `head_dim` or
-    `num_kv_heads` of None leaves the key out, as the oldest configs do. `sequence_lens` are the
-    lengths of the token sequences whose logits are recorded.
+    `rope` is merged into `config.json`, so that both forms in use are covered: the old
+    `rope_theta` with `rope_scaling`, and the new `rope_parameters`. A `head_dim` or `num_kv_heads`
+    of None leaves the key out, as the oldest configs do. `sequence_lens` are the lengths of the
+    token sequences whose logits are recorded.
     """
 
     num_heads: int = 4
@@ -70,17 +70,17 @@ class TinyLlama:
 
 
 def _old(kind: str, theta: float = 10000.0, **scaling: Any) -> dict[str, Any]:
-    """The rotary keys as written before transformers 5: `rope_theta` and `rope_scaling`."""
+    """Return the rotary keys as written before transformers 5: `rope_theta` and `rope_scaling`."""
     return {"rope_theta": theta, "rope_scaling": {"type": kind, **scaling}}
 
 
 def _new(kind: str, theta: float = 10000.0, **scaling: Any) -> dict[str, Any]:
-    """The rotary keys as transformers 5 writes them: everything in `rope_parameters`."""
+    """Return the rotary keys as transformers 5 writes them: all in `rope_parameters`."""
     return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **scaling}}
 
 
 def _wide(rope: dict[str, Any], lens: tuple[int, ...] = (24, 64), max_positions: int = 128):
-    """A checkpoint with H = 16: eight frequencies, so that a scaling treats them differently."""
+    """Return a checkpoint with H = 16: a scaling treats its eight frequencies differently."""
     return TinyLlama(
         num_heads=2, num_kv_heads=1, rope=rope, sequence_lens=lens, max_positions=max_positions
     )
@@ -89,7 +89,7 @@ def _wide(rope: dict[str, Any], lens: tuple[int, ...] = (24, 64), max_positions:
 _SHORT = [1.0, 1.05, 1.1, 1.2, 1.3, 1.5, 1.8, 2.0]
 _LONG = [1.0, 1.5, 2.0, 3.0, 3.5, 4.0, 5.0, 6.0]
 _LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-# Lengths below, at and above the 32 positions at which these scalings change their frequencies.
+# Lengths below, at and above the 32 positions at which these scalings change the frequencies.
 _AROUND_32 = (20, 32, 33, 64)
 
 VARIANTS: dict[str, TinyLlama] = {
@@ -161,7 +161,7 @@ VARIANTS: dict[str, TinyLlama] = {
         ),
         _AROUND_32,
     ),
-    # The length outside the dictionary wins over the one inside, and gives the factor (128 / 32).
+    # The length outside the dictionary takes precedence, and gives the factor (128 / 32).
     "rope_longrope_outer_length": _wide(
         {
             **_old(
@@ -183,7 +183,7 @@ VARIANTS: dict[str, TinyLlama] = {
 
 
 def config_json(variant: TinyLlama) -> dict[str, Any]:
-    """The content of `config.json`."""
+    """Return the content of `config.json`."""
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -212,10 +212,10 @@ def config_json(variant: TinyLlama) -> dict[str, Any]:
 
 
 def tensor_scales(variant: TinyLlama) -> dict[str, tuple[tuple[int, ...], float, float]]:
-    """Each tensor's shape, mean and half width, in file order; [out, in] as PyTorch stores them.
+    """Return each tensor's shape, mean and half width, in file order; [out, in] as in PyTorch.
 
     The widths give query-key scores a spread of about two, so that a wrong rotation, mask or scale
-    moves the logits by far more than rounding does.
+    changes the logits by far more than rounding does.
     """
     d, f, h = variant.hidden_size, variant.intermediate_size, variant.head_size
     q, kv = variant.num_heads * h, variant.kv_heads * h
@@ -245,13 +245,13 @@ def tensor_scales(variant: TinyLlama) -> dict[str, tuple[tuple[int, ...], float,
 
 
 def weights(variant: TinyLlama) -> dict[str, np.ndarray]:
-    """The tensors by name, in the stored dtype: uniform, the same bytes everywhere."""
+    """Make the tensors by name, in the stored dtype: uniform, the same bytes on every machine."""
     words = np.random.PCG64(variant.seed)
     dtype = np.dtype(getattr(ml_dtypes, variant.dtype, variant.dtype))
     tensors = {}
     for name, (shape, mean, half_width) in tensor_scales(variant).items():
         raw = words.random_raw(int(np.prod(shape)))
-        # 24 high bits make an exact float32 in [-1, 1); two correctly rounded steps follow.
+        # The 24 high bits make an exact float32 in [-1, 1); two correctly rounded steps follow.
         unit = ((raw >> np.uint64(40)).astype(np.float32) - 2.0**23) * np.float32(2.0**-23)
         values = unit * np.float32(half_width) + np.float32(mean)
         tensors[name] = values.astype(dtype).reshape(shape)
@@ -259,7 +259,7 @@ def weights(variant: TinyLlama) -> dict[str, np.ndarray]:
 
 
 def weights_sha256(tensors: dict[str, np.ndarray]) -> str:
-    """A digest of names, shapes, dtypes and bytes."""
+    """Return a digest of names, shapes, dtypes and bytes."""
     digest = hashlib.sha256()
     for name, array in tensors.items():
         digest.update(f"{name} {array.shape} {array.dtype.name}\n".encode())
@@ -268,7 +268,7 @@ def weights_sha256(tensors: dict[str, np.ndarray]) -> str:
 
 
 def token_sequences(variant: TinyLlama) -> list[list[int]]:
-    """Random token ids, one list for each of `sequence_lens`; special tokens never occur."""
+    """Make random token ids, one list for each of `sequence_lens`, without special tokens."""
     words = np.random.PCG64(1000 + variant.seed)
     low = len(SPECIAL_TOKENS)
     return [
@@ -278,7 +278,7 @@ def token_sequences(variant: TinyLlama) -> list[list[int]]:
 
 
 def write_safetensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
-    """Write one safetensors file (header length, JSON header, data), keeping the given order."""
+    """Write a safetensors file (header length, JSON header, data) in the given order."""
     kinds = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3"}
     kinds |= {"uint8": "U8", "int8": "I8", "int32": "I32", "int64": "I64"}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -316,7 +316,7 @@ def _write_weights(directory: Path, tensors: dict[str, np.ndarray], num_shards: 
 
 
 def byte_level_tokenizer() -> Tokenizer:
-    """A byte-level BPE tokenizer: 4 special tokens, 256 bytes, 12 merges; any text round-trips."""
+    """Make a byte-level BPE tokenizer: 4 special tokens, 256 bytes and 12 merges."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [(left, right) for left, right in (merge.split() for merge in MERGES)]
     words = [*SPECIAL_TOKENS, *alphabet, *(left + right for left, right in merges)]

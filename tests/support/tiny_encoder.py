@@ -1,4 +1,4 @@
-"""A tiny random BERT with a WordPiece tokenizer and the files of a sentence model, in a folder."""
+"""A tiny random BERT checkpoint with a WordPiece tokenizer and the files of a sentence model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VOCABULARY = (
     *string.digits,
     *WORDS,
 )
-MAX_LEN = 48  # of max_seq_length; the model has 128 positions
+MAX_LEN = 48  # max_seq_length; the model has 128 positions
 DIM = 32
 FILES: Mapping[str, Any] = {
     "modules.json": [
@@ -44,7 +44,7 @@ FILES: Mapping[str, Any] = {
     "sentence_bert_config.json": {"max_seq_length": MAX_LEN, "do_lower_case": False},
     "config_sentence_transformers.json": {"prompts": {"query": "query: ", "document": ""}},
 }
-# Few programs: compiling is what these tests wait for.
+# Few programs, because these tests spend their time compiling.
 OPTIONS: dict[str, Any] = {
     "warm_up": False,
     "bucket_growth": 3,
@@ -64,7 +64,7 @@ def write_tokenizer(folder: Path) -> None:
         special_tokens=[(name, vocabulary[name]) for name in ("[CLS]", "[SEP]")],
     )
     backend.add_special_tokens(list(SPECIAL_TOKENS))
-    backend.enable_truncation(20)  # as such files often have it; nobody may heed it
+    backend.enable_truncation(20)  # such files often have it, and it must be ignored
     backend.enable_padding(length=30)
     backend.save(str(folder / "tokenizer.json"))
     names = {"unk": 1, "cls": 2, "sep": 3, "pad": 0, "mask": 4}
@@ -74,7 +74,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def write_encoder(folder: Path, changes: Mapping[str, Any] | None = None) -> Path:
-    """The checkpoint, with `FILES`; `changes` over these, None takes a file away."""
+    """Write the checkpoint with `FILES`, updated with `changes`; None removes a file."""
     row = recorded("encoders")["bert"]
     write_huggingface(CASES["bert"], make_tensors(row["shapes"], CASES["bert"].seed), folder)
     write_tokenizer(folder)
@@ -91,7 +91,7 @@ def checkpoint() -> Path:
 
 
 def tiny_embedder(options: Mapping[str, Any] | None = None, source: Path | None = None) -> Embedder:
-    """A fresh embedder; `options` over `OPTIONS`."""
+    """Make a new embedder with `OPTIONS`, updated with `options`."""
     config = from_mapping(merge(OPTIONS, options or {}))
     embedder, _ = load_model(source or checkpoint(), config, show_progress=False)
     assert isinstance(embedder, Embedder)
@@ -99,7 +99,7 @@ def tiny_embedder(options: Mapping[str, Any] | None = None, source: Path | None 
 
 
 def texts_of_lengths(lengths: Sequence[int]) -> list[list[int]]:
-    """Token ids, different in every text, special tokens around them."""
+    """Make token ids that differ for every text, with special tokens around them."""
     return [
         [2, *(5 + (7 * i + 3 * j) % (len(VOCABULARY) - 5) for j in range(length - 2)), 3]
         for i, length in enumerate(lengths)

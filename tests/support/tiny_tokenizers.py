@@ -1,7 +1,7 @@
 """Tiny tokenizers of every kind, as Hugging Face directories and as GGUF files.
 
-They are trained once (`tests/references/make_tokenizer_references.py`) and kept under
-tests/references/tokenizers/, since trainers break ties differently from run to run.
+They were trained once (`tests/references/make_tokenizer_references.py`) and are stored in
+tests/references/tokenizers/, because trainers break ties differently from run to run.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ DIRECTORIES = (
     "model_bpe",
     "model_unigram",
 )
-# Where the sentencepiece library is right and transformers, which rebuilds its models, is not.
+# Models on which transformers, which rebuilds them, differs from the sentencepiece library.
 DIFFERS = ("model_unigram",)
 
 
@@ -62,7 +62,7 @@ def read_model(raw: bytes) -> Any:
 
 
 def charsmap_of(raw: bytes) -> bytes:
-    """The character map of a SentencePiece model."""
+    """Return the character map of a SentencePiece model."""
     return read_model(raw).normalizer_spec.precompiled_charsmap
 
 
@@ -72,17 +72,17 @@ def directory_tokenizer(name: str) -> Tokenizer:
 
 
 def digest(value: Any) -> str:
-    """A short name of ids or of a text, by which two runs are compared."""
+    """Return a short digest of ids or of a text, to compare two runs."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:12]
 
 
 def record(ids: Sequence[int], shown: str, whole: str) -> list[Any]:
-    """What is recorded of a text: the number of ids, the ids, the decoded text twice."""
+    """Make the record of a text: the number of ids, and digests of ids and of two decoded texts."""
     return [len(ids), digest(list(ids)), digest(shown), digest(whole)]
 
 
 def records(tokenizer: Tokenizer) -> list[list[Any]]:
-    """The records of all torture texts, with special tokens added."""
+    """Make the records of all torture texts, with special tokens added."""
     rows = []
     for text in TORTURE:
         ids = tokenizer.encode(text)
@@ -97,7 +97,7 @@ def streamed(tokenizer: Tokenizer, ids: Sequence[int], *, skip: bool) -> str:
 
 
 def with_template(name: str, folder: Path) -> tuple[Path, Tokenizer]:
-    """A copy of the directory that goes with the chat template `name`, and its tokenizer."""
+    """Copy the directory of the chat template `name`; return the copy and its tokenizer."""
     template, directory = TEMPLATES[name]
     shutil.copytree(FOLDER / directory, folder, dirs_exist_ok=True)
     (folder / "chat_template.jinja").write_text(template, "utf-8")
@@ -105,8 +105,8 @@ def with_template(name: str, folder: Path) -> tuple[Path, Tokenizer]:
 
 
 def chat_row(encode: Callable[..., Sequence[int]], messages: Any, variables: Any) -> Any:
-    """What is recorded of a conversation; `None` where the template refuses it."""
-    # The date that a template asks for is not the same for ever.
+    """Make the record of a conversation; None if the template refuses it."""
+    # A fixed date, because some templates use today's.
     try:
         ids = encode(messages, **{"date_string": "1 May", **variables})
     except (ChatTemplateError, jinja2.TemplateError):
@@ -122,7 +122,7 @@ def gguf_tokenizer(path: Path) -> Tokenizer:
 
 
 def write_byte_level(path: Path, name: str, pre: str, **extra: Any) -> Tokenizer:
-    """The byte-level tokenizer of directory `name`, as a converter writes it."""
+    """Write the byte-level tokenizer of directory `name` as a converter does, and load it."""
     stored = json.loads((FOLDER / name / "tokenizer.json").read_text("utf-8"))
     added = {token["id"]: token for token in stored["added_tokens"]}
     ids = stored["model"]["vocab"] | {token["content"]: i for i, token in added.items()}
