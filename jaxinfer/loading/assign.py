@@ -28,7 +28,7 @@ from jaxinfer.parallel.sharded_model import ShardedModel
 NUM_THREADS = min(8, os.cpu_count() or 1)
 
 
-class Part(NamedTuple):
+class StoredPart(NamedTuple):
     """A stored tensor that is a parameter, or one item of a parameter's first axis."""
 
     tensor: StoredTensor
@@ -36,11 +36,11 @@ class Part(NamedTuple):
     item: int | None  # its index along the parameter's first axis; None: it is the whole parameter
 
 
-class Stored(NamedTuple):
+class StoredParameter(NamedTuple):
     """A parameter of the model, and the tensors that contain it."""
 
     spec: ParameterSpec
-    parts: list[Part]
+    parts: list[StoredPart]
     transform: Transform
 
 
@@ -127,7 +127,11 @@ class _Reader:
     """Reads parameters from stored tensors. Safe to use from several threads."""
 
     def __init__(
-        self, path: Path, stored: Mapping[str, Stored], keep_packed: bool, recipe: Recipe | None
+        self,
+        path: Path,
+        stored: Mapping[str, StoredParameter],
+        keep_packed: bool,
+        recipe: Recipe | None,
     ):
         self.path = path
         self.stored = stored
@@ -154,25 +158,25 @@ class _Reader:
             pieces += self._pieces(source, (stage,) if target.is_stacked else ())
         return place(target, pieces)
 
-    def _pieces(self, source: Stored, at: tuple[int, ...] = ()) -> list[Piece]:
+    def _pieces(self, source: StoredParameter, at: tuple[int, ...] = ()) -> list[Piece]:
         """Return the pieces of a parameter, which is at index `at` of a stacked one."""
         spec, parts, transform = source
 
-        def piece(part: Part) -> Piece:
+        def piece(part: StoredPart) -> Piece:
             read = lambda: transform.read(part.tensor.read(spec.dtype), part.dims)
             index = at if part.item is None else (*at, part.item)
             return Piece(f"{self.path}: {part.tensor.name}", index, read)
 
         return [piece(part) for part in parts]
 
-    def _quantized(self, source: Stored, recipe: Recipe) -> Quantized:
+    def _quantized(self, source: StoredParameter, recipe: Recipe) -> Quantized:
         spec = source.spec
         array = assemble(spec.shape, spec.dtype, self._pieces(source))
         quantized = quantize_parameter(spec, array, recipe)
         self.report.note_activations(spec.path, recipe.activation_dtype, quantized)
         return quantized
 
-    def _read_packed(self, source: Stored) -> Quantized:
+    def _read_packed(self, source: StoredParameter) -> Quantized:
         """Read a parameter in its stored quantization; raise `UnpackableError` if it has none."""
         spec, parts, transform = source
         if spec.packs is None:
@@ -193,7 +197,9 @@ class _Reader:
         return packed
 
 
-def _match(checkpoint: Checkpoint, model: FunctionalModel, table: WeightTable) -> dict[str, Stored]:
+def _match(
+    checkpoint: Checkpoint, model: FunctionalModel, table: WeightTable
+) -> dict[str, StoredParameter]:
     """Find the tensors of each parameter, by parameter path."""
     problems, found, used = [], {}, set()
     tensors: dict[str, StoredTensor] = {}
@@ -214,8 +220,8 @@ def _match(checkpoint: Checkpoint, model: FunctionalModel, table: WeightTable) -
             expected = transform.stored_shape(dims)
             if tuple(tensor.shape) != tuple(expected):
                 problems.append(f"{name} has shape {list(tensor.shape)}; expected {list(expected)}")
-            parts.append(Part(tensor, dims, None if is_whole else i))
-        found[spec.path] = Stored(spec, parts, transform)
+            parts.append(StoredPart(tensor, dims, None if is_whole else i))
+        found[spec.path] = StoredParameter(spec, parts, transform)
     problems += [
         f"{tensor.name} {list(tensor.shape)} belongs to no parameter of {model.family.name}"
         for name, tensor in tensors.items()

@@ -151,9 +151,8 @@ def _read_numbered(directory: Path, files: list[str]) -> dict[str, StoredTensor]
     shards, *others = {shard_set(directory / name) for name in files}
     if shards is None or others:
         raise CheckpointError(
-            f"has {', '.join(files)}, but neither {WEIGHTS_FILE} nor an {INDEX_FILE} that says "
-            f"which of them are the model; rename a single file to {WEIGHTS_FILE}, or fetch the "
-            "index"
+            f"has {', '.join(files)}, but no {WEIGHTS_FILE}, and no {INDEX_FILE} says which of "
+            f"them are the model; rename a single file to {WEIGHTS_FILE}, or fetch the index"
         )
     problems = [f"shard {name} is missing" for name in shards.names() if name not in files]
     tensors: dict[str, StoredTensor] = {}

@@ -39,7 +39,7 @@ from jaxinfer.loading.gguf_header import copy_key_values
 from jaxinfer.loading.huggingface import INDEX_SUFFIX, open_huggingface
 from jaxinfer.loading.manifest import CONVERT_AGAIN, encode_parameter
 from jaxinfer.loading.output import check_output, replace_folder
-from jaxinfer.loading.restoring import handler, named_leaves, restore
+from jaxinfer.loading.restoring import array_handler, named_leaves, restore
 from jaxinfer.models.functional import FunctionalModel, Weights
 
 FORMAT_VERSION = 1
@@ -201,5 +201,5 @@ def _write_arrays(folder: Path, model: FunctionalModel, weights: Weights) -> Non
     for spec, weight in zip(model.parameters, weights, strict=True):
         arrays.update(named_leaves(spec.path, weight))
     save_args = {name: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES) for name in arrays}
-    with ocp.Checkpointer(handler()) as checkpointer:
+    with ocp.Checkpointer(array_handler()) as checkpointer:
         checkpointer.save(folder.absolute(), args=ocp.args.PyTreeSave(arrays, save_args=save_args))

@@ -41,7 +41,7 @@ def named_leaves(path: str, parameter: Any) -> Iterator[tuple[str, Any]]:
         yield path + "".join(f".{key.name}" for key in keys), leaf
 
 
-def handler() -> ocp.PyTreeCheckpointHandler:
+def array_handler() -> ocp.PyTreeCheckpointHandler:
     """Return the Orbax handler that converted checkpoints are written and read with."""
     return ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True, use_compression=False)
 
@@ -68,12 +68,14 @@ def restore(
         )
     found = check_parameters(directory / MANIFEST_FILE, parameters, model)
     entries = {spec.path: entry for spec, entry in found}
-    keeps = keep_packed or quantize is not None
+    keep_quantized = keep_packed or quantize is not None
     report = LoadReport()
     weights: list[Any] = []
-    with ocp.Checkpointer(handler()) as checkpointer:
+    with ocp.Checkpointer(array_handler()) as checkpointer:
         for group in _groups(targets, entries):
-            group_shardings = [_source_shardings(target, entries, keeps) for target in group]
+            group_shardings = [
+                _source_shardings(target, entries, keep_quantized) for target in group
+            ]
             trees = {path: entries[path] for found in group_shardings for path in found}
             shardings = {path: s for found in group_shardings for path, s in found.items()}
             try:
@@ -85,7 +87,7 @@ def restore(
                 ) from error
             for target in group:
                 sources = {s.path: trees.pop(s.path) for s in target.sources if s.path in trees}
-                weight = _place_sources(directory, target, sources, entries, keeps, report)
+                weight = _place_sources(directory, target, sources, entries, keep_quantized, report)
                 # The others were finite when they were converted.
                 if _may_be_infinite(target, parameters):
                     _check_finite(directory, target.spec, weight)
@@ -95,7 +97,7 @@ def restore(
     return tuple(weights)
 
 
-def _source_shardings(target: LoadTarget, entries: Entries, keeps: bool) -> dict[str, Any]:
+def _source_shardings(target: LoadTarget, entries: Entries, keep_quantized: bool) -> dict[str, Any]:
     """Return the sharding with which each array of the sources is read, by path.
 
     None reads an array to the host. Sources of which this process holds nothing are left out.
@@ -104,7 +106,7 @@ def _source_shardings(target: LoadTarget, entries: Entries, keeps: bool) -> dict
         here = SingleDeviceSharding(jax.local_devices()[0])
         [source] = target.sources
         return {source.path: tree_shardings(entries[source.path], source, here)}
-    if not _is_sliced_as_stored(target, entries, keeps):
+    if not _is_sliced_as_stored(target, entries, keep_quantized):
         return {s.path: jax.tree.map(lambda leaf: None, entries[s.path]) for s in target.sources}
     shardings = {}
     for stage, source in enumerate(target.sources):
@@ -114,7 +116,7 @@ def _source_shardings(target: LoadTarget, entries: Entries, keeps: bool) -> dict
     return shardings
 
 
-def _is_sliced_as_stored(target: LoadTarget, entries: Entries, keeps: bool) -> bool:
+def _is_sliced_as_stored(target: LoadTarget, entries: Entries, keep_quantized: bool) -> bool:
     """Whether the devices' slices are slices of the stored arrays."""
     if target.repeats is not None:
         return False
@@ -122,7 +124,7 @@ def _is_sliced_as_stored(target: LoadTarget, entries: Entries, keeps: bool) -> b
     if not any(isinstance(entry, Quantized) for entry in found):
         return True
     structures = {(jax.tree.structure(e), str(jax.tree.leaves(e))) for e in found}
-    return keeps and len(structures) == 1 and can_split_rows(found[0], target.row_parts)
+    return keep_quantized and len(structures) == 1 and can_split_rows(found[0], target.row_parts)
 
 
 def _stage_sharding(target: LoadTarget, stage: int) -> NamedSharding:
@@ -144,19 +146,19 @@ def _place_sources(
     target: LoadTarget,
     sources: Mapping[str, Any],
     entries: Entries,
-    keeps: bool,
+    keep_quantized: bool,
     report: LoadReport,
 ) -> Any:
     """Make the parameter from its sources that were read."""
     first = target.sources[0]
     if target.sharding is None:
         weight = sources[first.path]
-        if isinstance(weight, Quantized) and not keeps:
+        if isinstance(weight, Quantized) and not keep_quantized:
             return dequantize_parameter(weight, first)
         return weight
-    if _is_sliced_as_stored(target, entries, keeps):
+    if _is_sliced_as_stored(target, entries, keep_quantized):
         return _join_stages(target, sources, entries[first.path])
-    if keeps:
+    if keep_quantized:
         try:
             return place_whole(target, lambda i: sources[target.sources[i].path])
         except UnpackableError as why:

@@ -27,7 +27,7 @@ def converted(tmp_path_factory) -> Path:
 
 
 def as_quantized(**changes: Any) -> dict[str, Any]:
-    """The entry of `PATH` [48, 32] as int8, with other fields."""
+    """Make the manifest entry of `PATH` [48, 32] as int8, with `changes` to its fields."""
     array = lambda dtype, *shape: {"dtype": dtype, "shape": list(shape)}
     fields = {
         "values": array("int8", 48, 32),

@@ -22,7 +22,7 @@ from tests.support import running
 from tests.support.quantized_bench import IDS, relative, tiny_model, tiny_weights
 from tests.support.quantized_checkpoints import TINY, write_quantized
 
-ONE_PROGRAM = {"min_bucket": 32}  # as many tokens as a step has at most
+ONE_PROGRAM = {"min_bucket": 32}  # the most tokens of a step
 
 
 @pytest.mark.parametrize("name", ["awq", "gptq act-order"])
@@ -64,7 +64,7 @@ def test_quantization_options_are_honoured_or_refused(tmp_path):
         return sum(isinstance(w, Quantized) for w in weights)
 
     assert num_quantized(quantized, weights="packed") == 6 * TINY.num_layers
-    assert num_quantized(quantized) == 0  # this is a CPU
+    assert num_quantized(quantized) == 0  # "auto" on a CPU
     assert num_quantized(plain, quantize="int8") == 6 * TINY.num_layers + 1  # and the head
     with pytest.raises(ConfigError, match="weights is 'packed', but no weight is quantized"):
         num_quantized(plain, weights="packed")
@@ -106,8 +106,10 @@ def test_packed_demo_model_is_no_larger_than_its_file(tmp_path):
     for checkpoint in (demo, requantized(demo, "Q8_0", tmp_path / "q8_0.gguf")):
         packed = load_weights(checkpoint, model, keep_packed=True)
         size = sum(weight.nbytes for weight in packed)
-        assert size <= 1.0 * checkpoint.path.stat().st_size  # must: 1.15
+        assert size <= 1.0 * checkpoint.path.stat().st_size  # the requirement is 1.15
         line = LoadReport().summary(model, packed)
         assert "134,515,008 parameters" in line and "quantized: 181 of 242" in line
         expected = running.all_logits(model, load_weights(checkpoint, model), ids)
-        assert relative(running.all_logits(model, packed, ids), expected) <= 2e-3  # must: 1e-2
+        assert (
+            relative(running.all_logits(model, packed, ids), expected) <= 2e-3
+        )  # the requirement is 1e-2

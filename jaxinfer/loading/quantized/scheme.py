@@ -72,12 +72,12 @@ def merge_quantized_layers(
         problems.append(f"quantization_config of {name} is malformed ({error!r}); {REMEDIES}")
         return dict(tensors)
     merged = {n: t for n, t in tensors.items() if not n.endswith(CACHE_SCALES)}
-    for layer, method in _methods_of_layers(tensors, found).items():
+    for layer, method in _choose_methods(tensors, found).items():
         _merge_layer(directory, method, layer, merged, problems)
     return merged
 
 
-def _methods_of_layers(
+def _choose_methods(
     tensors: Mapping[str, StoredTensor], methods: tuple[QuantMethod, ...]
 ) -> dict[str, QuantMethod]:
     """Choose each quantized layer's method: complete ones first, then the closest."""
