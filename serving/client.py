@@ -1,13 +1,13 @@
-"""A thin, typed client of the gRPC door: `Client`, and `AsyncClient` for asyncio.
+"""A thin, typed client of the gRPC server: `Client`, and `AsyncClient` for asyncio.
 
     with Client("127.0.0.1:9000") as client:
         for delta in client.generate("Once upon a time", max_tokens=32):
             print(delta.text, end="")
-        answer = client.complete(messages=[{"role": "user", "content": "Hello"}])
-        vectors = client.embed(["one text", "another"]).vectors  # of an encoder
+        result = client.complete(messages=[{"role": "user", "content": "Hello"}])
+        vectors = client.embed(["one text", "another"]).vectors  # an encoder
 
-A prompt is a text, token ids or messages. What fails raises `RpcError`; options that no request
-could carry raise `TypeError` or `ValueError` before anything is sent.
+A prompt is a text, token ids or messages. A call that fails raises `RpcError`; options that cannot
+be sent raise `TypeError` or `ValueError` beforehand.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from jaxinfer.serving.service import ModelInfo
 DEFAULT_TARGET = "127.0.0.1:9000"
 
 _CHANNEL_OPTIONS = (
-    ("grpc.max_receive_message_length", -1),  # of a server that one chose to call
-    ("grpc.keepalive_time_ms", 30_000),  # a server that is gone without a word is noticed
+    ("grpc.max_receive_message_length", -1),  # the caller chose the server
+    ("grpc.keepalive_time_ms", 30_000),  # to notice a server that vanished
     ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.ping_timeout_ms", 10_000),  # else a minute, whatever the line above says
+    ("grpc.http2.ping_timeout_ms", 10_000),  # else a minute, whatever the option above says
 )
 
 
 class RpcError(Exception):
-    """A call that failed: gRPC's code, the server's text, and what it adds where it does."""
+    """A call that failed: gRPC's code, and the text and details of the server."""
 
     def __init__(
         self,
@@ -63,11 +63,11 @@ class RpcError(Exception):
         self.code = code
         self.message = message
         self.field = field  # the input at fault
-        self.retry_after_s = retry_after_s  # when another try makes sense
+        self.retry_after_s = retry_after_s  # after which a retry makes sense
 
 
 class _ResponseStream:
-    """One answer under way: what both clients' iterators of deltas know of it."""
+    """The response to one request: what the iterators of both clients have in common."""
 
     def __init__(self, call: Any):
         self._call = call
@@ -79,7 +79,7 @@ class _ResponseStream:
         self._is_cancelled = False
 
     def cancel(self) -> None:
-        """End the request; no effect once it has ended."""
+        """Cancel the request; no effect once it has ended."""
         self._is_cancelled = True
         self._call.cancel()
 
@@ -94,7 +94,7 @@ class _ResponseStream:
 
 
 class ResponseStream(_ResponseStream):
-    """An iterator's source of deltas; leaving its loop early cancels the request."""
+    """An iterable of deltas; leaving its loop early cancels the request."""
 
     def __iter__(self) -> Iterator[Delta]:
         try:
@@ -109,7 +109,7 @@ class ResponseStream(_ResponseStream):
 
 
 class AsyncResponseStream(_ResponseStream):
-    """An asynchronous iterator's source of deltas; leaving its loop early cancels the request."""
+    """An asynchronous iterable of deltas; leaving its loop early cancels the request."""
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         try:
@@ -121,7 +121,7 @@ class AsyncResponseStream(_ResponseStream):
             raise _rpc_error(error) from None
         except asyncio.CancelledError:
             if not self._is_cancelled:
-                raise  # the task is cancelled, not this answer
+                raise  # the task was cancelled, not this response
             raise RpcError(grpc.StatusCode.CANCELLED, "cancelled by the client") from None
         finally:
             self._call.cancel()
@@ -130,7 +130,7 @@ class AsyncResponseStream(_ResponseStream):
 class Client:
     """A connection to one server, for any number of threads; `close` it, or use it in a `with`.
 
-    `timeout_s` is for calls that name none; None waits as long as the server does.
+    `timeout_s` is the default of the calls; None leaves it to the server.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class Client:
         messages: Messages | None = None,
         **options: Unpack[Options],
     ) -> ResponseStream:
-        """The answer as it is made, an iterable of deltas."""
+        """Generate and return the output as it is made, an iterable of deltas."""
         timeout_s = options.pop("timeout_s", self._timeout_s)
         request = generate_request(prompt, token_ids, messages, options)
         return ResponseStream(
@@ -173,7 +173,7 @@ class Client:
         messages: Messages | None = None,
         **options: Unpack[Options],
     ) -> Result:
-        """The whole answer."""
+        """Generate and return the complete output."""
         timeout_s = options.pop("timeout_s", self._timeout_s)
         request = generate_request(prompt, token_ids, messages, options)
         return messages_.read_result(self._call(self._stub.Complete, request, timeout_s))
@@ -193,7 +193,7 @@ class Client:
         messages: Messages | None = None,
         add_special_tokens: bool | None = None,
     ) -> list[int]:
-        """Token ids of a text, by default with what the model expects around it, or of messages."""
+        """The token ids of messages, or of a text, by default with its special tokens."""
         request = tokenize_request(text, messages, add_special_tokens)
         return list(self._call(self._stub.Tokenize, request).token_ids)
 
@@ -208,7 +208,7 @@ class Client:
         return messages_.read_stats(self._call(self._stub.GetStats, pb.GetStatsRequest()))
 
     def health(self, service: str = "") -> bool:
-        """Whether requests are taken; `service` as the server names it, empty for the whole."""
+        """Whether requests are accepted, by a service of this name; empty: the whole server."""
         request = health_pb2.HealthCheckRequest(service=service)
         return _is_serving(self._call(self._health.Check, request))
 
@@ -230,7 +230,7 @@ class Client:
 
 
 class AsyncClient:
-    """`Client` for one event loop: the same methods, to be awaited; `generate` is iterated."""
+    """`Client` for one event loop: its methods are awaited, and `generate` is iterated."""
 
     def __init__(
         self,
@@ -257,7 +257,7 @@ class AsyncClient:
         messages: Messages | None = None,
         **options: Unpack[Options],
     ) -> AsyncResponseStream:
-        """The answer as it is made, an asynchronous iterable of deltas."""
+        """Generate and return the output as it is made, an asynchronous iterable of deltas."""
         timeout_s = options.pop("timeout_s", self._timeout_s)
         request = generate_request(prompt, token_ids, messages, options)
         return AsyncResponseStream(
@@ -272,7 +272,7 @@ class AsyncClient:
         messages: Messages | None = None,
         **options: Unpack[Options],
     ) -> Result:
-        """The whole answer."""
+        """Generate and return the complete output."""
         timeout_s = options.pop("timeout_s", self._timeout_s)
         request = generate_request(prompt, token_ids, messages, options)
         return messages_.read_result(await self._call(self._stub.Complete, request, timeout_s))
@@ -292,7 +292,7 @@ class AsyncClient:
         messages: Messages | None = None,
         add_special_tokens: bool | None = None,
     ) -> list[int]:
-        """Token ids of a text, by default with what the model expects around it, or of messages."""
+        """The token ids of messages, or of a text, by default with its special tokens."""
         request = tokenize_request(text, messages, add_special_tokens)
         return list((await self._call(self._stub.Tokenize, request)).token_ids)
 
@@ -308,7 +308,7 @@ class AsyncClient:
         return messages_.read_stats(await self._call(self._stub.GetStats, pb.GetStatsRequest()))
 
     async def health(self, service: str = "") -> bool:
-        """Whether requests are taken; `service` as the server names it, empty for the whole."""
+        """Whether requests are accepted, by a service of this name; empty: the whole server."""
         request = health_pb2.HealthCheckRequest(service=service)
         return _is_serving(await self._call(self._health.Check, request))
 
@@ -334,12 +334,12 @@ def _is_serving(response: health_pb2.HealthCheckResponse) -> bool:
 
 
 def _rpc_error(error: Any) -> RpcError:
-    """What gRPC raised, for either kind of channel."""
-    said = dict(error.trailing_metadata() or ())
-    retry_after = said.get(RETRY_AFTER_KEY)
+    """The error of a call, of either kind of channel."""
+    metadata = dict(error.trailing_metadata() or ())
+    retry_after = metadata.get(RETRY_AFTER_KEY)
     return RpcError(
         error.code(),
         error.details() or "",
-        field=said.get(FIELD_KEY),
+        field=metadata.get(FIELD_KEY),
         retry_after_s=None if retry_after is None else float(retry_after),
     )

@@ -1,4 +1,4 @@
-"""What a client's call says: its options, its prompt, its key, its certificates."""
+"""The requests of a client: options, prompts, keys and certificates."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Messages = Sequence[Mapping[str, str]]  # {"role": ..., "content": ...}
 
 
 class Options(TypedDict, total=False):
-    """What a request may say; what it does not is the checkpoint's or the server's default."""
+    """The options of a request; others have the defaults of the checkpoint or the server."""
 
     model: str
     request_id: str
     priority: int
     cache_salt: str
     user: str
-    timeout_s: float  # over the client's own
+    timeout_s: float  # instead of the client's
     # The fields of SamplingParams.
     temperature: float
     top_k: int
@@ -49,7 +49,7 @@ class Options(TypedDict, total=False):
 
 
 class EmbedOptions(TypedDict, total=False):
-    """What a request to embed may say; see `LLM.embed` for what the first four mean."""
+    """The options of a request to embed; `LLM.embed` explains the first four."""
 
     normalize: bool | None
     dimensions: int | None
@@ -58,14 +58,14 @@ class EmbedOptions(TypedDict, total=False):
     model: str
     request_id: str
     user: str
-    timeout_s: float  # over the client's own
+    timeout_s: float  # instead of the client's
 
 
 @dataclasses.dataclass(frozen=True)
 class ClientTls:
     """PEM files for an encrypted connection."""
 
-    root: str | Path | None = None  # whose signature the server must show; None: gRPC's own list
+    root: str | Path | None = None  # of the server's certificate; None: gRPC's own list
     certificate: str | Path | None = None  # with `key`: the client's own, for mutual TLS
     key: str | Path | None = None
 
@@ -89,7 +89,7 @@ def generate_request(
     messages: Messages | None,
     options: Mapping[str, Any],
 ) -> pb.GenerateRequest:
-    """The message of one prompt, in one of its three forms, and `Options`."""
+    """The message for one prompt, given in one of its three forms, with `Options`."""
     if sum(given is not None for given in (prompt, token_ids, messages)) != 1:
         raise TypeError("give one of prompt, token_ids and messages")
     params = dict(options)
@@ -111,7 +111,7 @@ def embed_request(
     inputs: str | Sequence[str | Sequence[int]],
     options: Mapping[str, Any],
 ) -> pb.EmbedRequest:
-    """The message of one text, or of several texts and lists of token ids."""
+    """The message for one text, or for several texts and lists of token ids."""
     request = pb.EmbedRequest()
     for text in [inputs] if isinstance(inputs, str) else inputs:
         field = "text" if isinstance(text, str) else "token_ids"
@@ -128,6 +128,7 @@ def embed_request(
 def tokenize_request(
     text: str | None, messages: Messages | None, add_special_tokens: bool | None
 ) -> pb.TokenizeRequest:
+    """The message for a text or for messages."""
     if (text is None) == (messages is None):
         raise TypeError("give one of text and messages")
     request = pb.TokenizeRequest()
@@ -141,4 +142,5 @@ def tokenize_request(
 
 
 def metadata_for(api_key: str | None) -> tuple[tuple[str, str], ...]:
+    """The metadata of all calls."""
     return () if api_key is None else (("authorization", f"Bearer {api_key}"),)

@@ -1,6 +1,7 @@
-"""Between the messages of `inference.proto` and the types of the service: both ways, for both ends.
+"""Converts between the messages of `inference.proto` and the types of the service.
 
-A field that is not set is left out of the mapping, so it takes the checkpoint's default.
+The server and the client use it. A field that is not set is absent from the resulting mapping, so
+that the checkpoint's default applies.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ _REASONS_BY_NUMBER = {number: reason for reason, number in _REASONS.items()}
 _PARAMS = frozenset(pb.SamplingParams.DESCRIPTOR.fields_by_name) - {"up_to_context"}
 
 
-# Into the service.
+# The server reads requests.
 
 
 def read_prompt(request: pb.GenerateRequest | pb.TokenizeRequest) -> Prompt:
-    """The text, token ids or conversation of a request; `ServiceError` where there is none."""
+    """The text, token ids or conversation of a request; `ServiceError` if it has none."""
     kind = request.WhichOneof("prompt")
     if kind == "text":
         return request.text
@@ -52,7 +53,7 @@ def read_prompt(request: pb.GenerateRequest | pb.TokenizeRequest) -> Prompt:
 
 
 def read_inputs(request: pb.EmbedRequest) -> list[str | list[int]]:
-    """The texts and lists of token ids to embed; `ServiceError` for an input without either."""
+    """The texts and lists of token ids to embed; `ServiceError` for an empty input."""
     inputs: list[str | list[int]] = []
     for index, item in enumerate(request.input):
         kind = item.WhichOneof("input")
@@ -71,7 +72,7 @@ def _role(name: str) -> str:
 
 
 def read_params(params: pb.SamplingParams) -> dict[str, Any]:
-    """The fields that are set, by the names of `SamplingParams`."""
+    """The fields that are set, by their names in `SamplingParams`."""
     fields: dict[str, Any] = {}
     for field, value in params.ListFields():
         if isinstance(value, pb.TokenIds):
@@ -87,15 +88,17 @@ def read_params(params: pb.SamplingParams) -> dict[str, Any]:
     return fields
 
 
-# Out of the service.
+# The server writes responses.
 
 
 def started(stream: Stream) -> pb.GenerateResponse:
+    """The first message of a stream."""
     message = pb.Started(request_id=stream.id, prompt_tokens=stream.usage.prompt_tokens)
     return pb.GenerateResponse(started=message)
 
 
 def sample(delta: Delta) -> pb.Sample:
+    """The message of a delta."""
     message = pb.Sample(index=delta.index, text=delta.text, token_ids=delta.token_ids)
     if delta.logprobs:
         message.logprobs.extend(_token_logprobs(item) for item in delta.logprobs)
@@ -105,7 +108,7 @@ def sample(delta: Delta) -> pb.Sample:
 
 
 def finished(stream: Stream) -> pb.Finished:
-    """What is known once a stream has ended."""
+    """The part of the last message that is known once a stream has ended."""
     usage, timing = stream.usage, stream.timing
     message = pb.Finished(
         usage=pb.Usage(**dataclasses.asdict(usage)), timing=pb.Timing(**dataclasses.asdict(timing))
@@ -118,10 +121,10 @@ def finished(stream: Stream) -> pb.Finished:
     return message
 
 
-def embeddings(made: Embeddings) -> pb.EmbedResponse:
-    """A call of the library a vector: other threads run in between."""
-    message = pb.EmbedResponse(usage=pb.Usage(prompt_tokens=sum(made.num_tokens)))
-    for vector, num_tokens in zip(made.vectors, made.num_tokens, strict=True):
+def embeddings(result: Embeddings) -> pb.EmbedResponse:
+    """The response; vectors are added one by one, so that other threads can run in between."""
+    message = pb.EmbedResponse(usage=pb.Usage(prompt_tokens=sum(result.num_tokens)))
+    for vector, num_tokens in zip(result.vectors, result.num_tokens, strict=True):
         message.embeddings.add(values=vector.tolist(), num_tokens=num_tokens)
     return message
 
@@ -140,24 +143,25 @@ def _token_logprobs(item: TokenLogprobs) -> pb.TokenLogprobs:
     return pb.TokenLogprobs(token_id=item.token_id, logprob=item.logprob, top=top)
 
 
-# Into a request.
+# The client writes requests.
 
 
 def write_chat(messages: Iterable[Mapping[str, str]]) -> pb.Chat:
-    """A conversation of `role` and `content`; `TypeError` for anything else in a message."""
+    """A conversation; raises `TypeError` for keys other than `role` and `content`."""
     chat = pb.Chat()
     for message in messages:
         unknown = message.keys() - {"role", "content"}
         if unknown:
-            raise TypeError(f"messages: {_listed(unknown)} is unknown; set role and content alone")
+            raise TypeError(f"messages: {_listed(unknown)} is unknown; set only role and content")
         chat.messages.add(**message)
     return chat
 
 
 def write_params(fields: Mapping[str, Any]) -> pb.SamplingParams:
-    """The message with `fields` set. None leaves one unset; as `max_tokens` it means the context.
+    """The message with `fields` set. None leaves a field unset, but for `max_tokens`: the context.
 
-    `TypeError` for unknown names and wrong types, `ValueError` past 64 bits, both with the field.
+    Raises `TypeError` for unknown names and wrong types, and `ValueError` for numbers beyond 64
+    bits; both name the field.
     """
     unknown = fields.keys() - _PARAMS
     if unknown:
@@ -172,11 +176,11 @@ def write_params(fields: Mapping[str, Any]) -> pb.SamplingParams:
 
 
 def set_field(message: Any, name: str, value: Any) -> None:
-    """Set a field of a request, a collection as well; errors name the field."""
+    """Set a field of a request, which may be a collection; errors name the field."""
     target = getattr(message, name)
     try:
         if isinstance(target, pb.TokenIds):
-            target.SetInParent()  # set, even if it is empty
+            target.SetInParent()  # marks it as set even if it is empty
             target.ids.extend(value)
         elif isinstance(target, pb.Strings):
             target.SetInParent()
@@ -191,7 +195,7 @@ def set_field(message: Any, name: str, value: Any) -> None:
         raise kind(f"{name}={value!r:.80}: {error}") from error
 
 
-# Out of a response.
+# The client reads responses.
 
 
 def read_sample(message: pb.Sample) -> Delta:

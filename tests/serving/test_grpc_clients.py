@@ -261,7 +261,7 @@ def test_bytes_that_are_no_message_are_refused_and_the_server_goes_on(engine):
                 for data in (b"\xff", b"\x0a\x05abc", bad_text + b"\x02\xc3\x28"):
                     error = await error_of(raw(harness, method, data))
                     assert error.code() is CODES.INTERNAL
-                    assert "are no jaxinfer.v1." in error.details()
+                    assert "are not a jaxinfer.v1." in error.details()
             await harness.stub.Complete(ask())
 
     run(main())
@@ -322,7 +322,7 @@ def test_random_bytes_never_break_the_server(engine, caplog):
                         pass
                 except grpc.aio.AioRpcError as error:
                     assert error.code() in allowed, error
-                    is_malformed = "are no jaxinfer" in (error.details() or "")
+                    is_malformed = "are not a jaxinfer" in (error.details() or "")
                     assert error.code() is not CODES.INTERNAL or is_malformed, error
 
             loop = asyncio.get_running_loop()

@@ -312,7 +312,7 @@ class GetModelRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("name", "vocab_size", "max_model_len", "num_parameters", "dtype", "has_chat_template", "created", "embedding_dim")
+    __slots__ = ("name", "vocab_size", "max_len", "num_parameters", "dtype", "has_chat_template", "created", "embedding_dim")
     NAME_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_LEN_FIELD_NUMBER: _ClassVar[int]
