@@ -30,7 +30,7 @@ from jaxinfer.options import ConfigError
 from jaxinfer.parallel.hosts.peers import ALONE, Peers
 from jaxinfer.parallel.replicas import Replicas, engine_over, replicas_of
 from jaxinfer.parallel.sharded_model import ShardedModel, sharded_replicas
-from jaxinfer.sharding.mesh import spelled
+from jaxinfer.sharding.mesh import format_mesh
 from jaxinfer.text.tokenizer import Tokenizer
 
 NO_GENERATION = "this model is an encoder, which embeds texts and does not generate; use embed()"
@@ -56,8 +56,8 @@ def about_mesh(loaded: Engine | Replicas) -> str:
         return ""
     num_bytes = replicas_of(loaded)[0].runner.memory.weight_bytes
     return (
-        f"{spelled(mesh.sizes)}: {mesh.num_devices} {jax.devices()[0].platform} devices, each with "
-        f"{num_bytes / 1e6:,.1f} MB of weights"
+        f"{format_mesh(mesh.sizes)}: {mesh.num_devices} {jax.devices()[0].platform} devices, each "
+        f"with {num_bytes / 1e6:,.1f} MB of weights"
     )
 
 

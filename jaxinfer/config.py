@@ -135,7 +135,7 @@ class EngineConfig:
         # Batch invariance needs whole tiles: fewer tokens would take another path through XLA.
         unit = INVARIANT_TILE if self.batch_invariant else 1
         largest = -(-self.scheduler.max_num_batched_tokens // unit) * unit
-        if self.mesh.pipe > 1 and self.mesh.seq > 1 and largest > zigzag.MAX_TOGETHER:
+        if self.mesh.pipe > 1 and self.mesh.seq > 1 and largest > zigzag.MAX_UNSPLIT_TOKENS:
             return (largest,)  # tokens between two stages lie as their own step split them
         sizes, size = [], -(-self.min_bucket // unit) * unit
         while size < largest:

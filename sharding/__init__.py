@@ -1,6 +1,5 @@
-"""Meshes, the rules by which arrays are split over them, and what the parts say to each other.
+"""Device meshes, the rules that shard arrays over them, and the collectives between devices.
 
-Nothing here knows a model, a request or an engine. A step runs as one `shard_map`, manual over all
-axes: every device computes with its own parts, and collectives stand where they are needed and
-nowhere else.
+This package depends on no model, request or engine. A step runs as one `shard_map`, manual over all
+mesh axes: each device computes on its own shards, and every collective is explicit.
 """

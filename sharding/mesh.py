@@ -1,10 +1,10 @@
-"""The mesh: devices in five axes, from the slowest links to the fastest.
+"""The device mesh: five axes, from the slowest links to the fastest.
 
 data     replicas of the engine, which share nothing (`jaxinfer.parallel.replicas`)
-pipe     stages of the layers; activations handed over once a step
-seq      parts of a sequence: its pages, and the tokens of a prompt; rings of keys and values
-expert   experts of a mixture; heads and hidden units of the other layers too
-tensor   heads, hidden units and the vocabulary; two sums over it a layer
+pipe     pipeline stages; each hands its activations to the next
+seq      sequence parallelism: pages and prompts are split; keys and values travel round a ring
+expert   the experts of a mixture; also heads and hidden units of the other layers
+tensor   heads, hidden units and the vocabulary; two all-reduces a layer
 """
 
 from __future__ import annotations
@@ -19,50 +19,51 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 AXES: tuple[str, ...] = ("data", "pipe", "seq", "expert", "tensor")
-STEP_AXES = AXES[1:]  # those of one engine's mesh
+STEP_AXES = AXES[1:]  # the axes of one engine's mesh
 
 
 class MeshError(ValueError):
-    """A mesh or a model that does not fit the devices: what, and what would."""
+    """A mesh or a model does not fit the devices; says what does not, and what would."""
 
 
-def spelled(sizes: Mapping[str, int]) -> str:
-    """As "pipe 2 x tensor 8": the axes longer than 1."""
+def format_mesh(sizes: Mapping[str, int]) -> str:
+    """Format the axes longer than 1, such as "pipe 2 x tensor 8"."""
     return " x ".join(f"{axis} {n}" for axis, n in sizes.items() if n > 1)
 
 
 def divisors(n: int) -> list[int]:
-    """Those of n > 0, smallest first."""
+    """Return the divisors of n > 0 in ascending order."""
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     return sorted({*small, *(n // d for d in small)})
 
 
-def would_do(sizes: Sequence[int]) -> str:
-    """For a `MeshError`: the sizes of an axis to choose from; of many the first 24."""
-    return f"sizes that would do: {', '.join(map(str, sizes[:24]))}"
+def suggest_sizes(sizes: Sequence[int]) -> str:
+    """Format the possible sizes of an axis for a `MeshError`; at most the first 24."""
+    return f"possible sizes: {', '.join(map(str, sizes[:24]))}"
 
 
 def device_groups(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) -> list[Mesh]:
-    """One mesh of `STEP_AXES` for each replica of `data`, over the devices of all processes (or
-    those given). Raises `MeshError` where their number is not the product of `sizes`.
+    """Return one mesh of `STEP_AXES` for each replica of `data`.
 
-    `tensor` varies fastest, over neighbours: on a TPU along the links of its torus, elsewhere in
-    the devices' own order, in which those of one host stand together.
+    The meshes cover `devices`, by default those of all processes. Raises `MeshError` if their
+    number is not the product of `sizes`. `tensor` varies fastest, over neighbouring devices: on a
+    TPU along the links of its torus, elsewhere in the order of `jax.devices()`, in which the
+    devices of one host are adjacent.
     """
     devices = list(jax.devices() if devices is None else devices)
     shape = tuple(sizes.get(axis, 1) for axis in AXES)
     needed = math.prod(shape)
     if needed > len(devices) or (needed < len(devices) and needed > 1):
         axes = dict(zip(AXES, shape, strict=True))
-        there = f"the mesh has {needed} devices ({spelled(axes)}), but there are {len(devices)}"
+        there = f"the mesh has {needed} devices ({format_mesh(axes)}), but there are {len(devices)}"
         if needed > len(devices):
             raise MeshError(
-                f"{there}: the product of {', '.join(AXES)} must be {len(devices)}; a CPU can be "
-                f"taken for {needed} devices (--cpu_devices)"
+                f"{there}: the product of {', '.join(AXES)} must be {len(devices)}; a CPU can "
+                f"stand in for {needed} devices (--cpu_devices={needed})"
             )
         raise MeshError(
-            f"{there}: the product of {', '.join(AXES)} must be {len(devices)}, or 1 for one "
-            "device alone. Further replicas (mesh.data) use the others; to leave them out, hide "
+            f"{there}: the product of {', '.join(AXES)} must be {len(devices)}, or 1 for a single "
+            "device. Further replicas (mesh.data) use the others; to leave devices out, hide "
             "them (CUDA_VISIBLE_DEVICES, TPU_VISIBLE_DEVICES, a smaller --cpu_devices)"
         )
     grid = _grid(shape, devices[:needed])

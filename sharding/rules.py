@@ -1,8 +1,8 @@
-"""From logical axes to mesh axes: one table, and how arrays lie by it.
+"""Sharding rules: one table from logical axes to mesh axes, and the layouts that follow from it.
 
-A parameter states the meaning of its dimensions (`nn.layers.parameter`); a rule says over which
-axes of the mesh a meaning is split. So the weights' layout, their shapes on one device and the sums
-that a product over split inputs needs all follow from the parameter alone.
+A parameter names the logical axis of each of its dimensions (`nn.layers.parameter`); a rule maps a
+logical axis to the mesh axes that shard it. The sharding of the weights, their shapes on one device
+and the all-reduce after a product with sharded inputs all follow from the parameter.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from jax.sharding import PartitionSpec
 
-from jaxinfer.sharding.mesh import STEP_AXES, MeshError, divisors, would_do
+from jaxinfer.sharding.mesh import STEP_AXES, MeshError, divisors, suggest_sizes
 
-# Outermost first. Outside experts, `expert` splits what `tensor` splits: its devices would compute
-# the same otherwise. The vocabulary is split over the pipeline too, so that no stage idles while
-# the last one's tokens go through the head.
+# Mesh axes, outermost first. Outside the experts, `expert` shards the same axes as `tensor`:
+# otherwise its devices would all compute the same. The vocabulary is sharded over the pipeline too,
+# so that no stage idles while the last stage's tokens go through the output head.
 RULES: Mapping[str, tuple[str, ...]] = {
     "vocab": ("pipe", "expert", "tensor"),
     "heads": ("expert", "tensor"),
@@ -26,8 +26,8 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "experts": ("expert",),
     "expert_ffn": ("tensor",),
     "stage": ("pipe",),
-    "cell": ("seq",),  # of a page
-    "choices": (),  # of a router
+    "page_offset": ("seq",),  # the tokens of one page
+    "choices": (),  # the outputs of a router
     "model": (),
     "head_dim": (),
     "latent": (),
@@ -39,22 +39,24 @@ RULES: Mapping[str, tuple[str, ...]] = {
 }
 
 
-# What every device may as well hold whole, and compute all of, at the price of memory and time.
+# The logical axes that may be replicated instead, at the cost of memory and time.
 CAN_BE_WHOLE = ("vocab", "heads", "kv_heads", "ffn", "experts", "expert_ffn")
 ALL_REDUCES = ("exact", "int8")
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How the arrays of one engine lie on its mesh. `whole`: logical axes that are not split,
-    whatever the rules say. Without sizes everything is whole, on one device."""
+    """The sharding of one engine's arrays over its mesh; without sizes, a single device.
 
-    sizes: tuple[tuple[str, int], ...] = ()  # of mesh axes, outermost first
-    whole: frozenset[str] = frozenset()
-    # How a product over split inputs is summed (`products.sum_of_products`).
+    Raises `MeshError` for options that do not exist or do not go together.
+    """
+
+    sizes: tuple[tuple[str, int], ...] = ()  # (mesh axis, size), outermost first
+    whole: frozenset[str] = frozenset()  # logical axes to replicate, whatever the rules say
+    # How the product of sharded inputs is summed (`products.sum_of_products`).
     all_reduce: str = "exact"  # or "int8"
-    overlaps: bool = False  # in parts, each on its way while the next one is made
-    # A sum's bits do not depend on where in an array it stands: for a batch-invariant model.
+    overlaps: bool = False  # in parts: one is sent while the next is computed
+    # The bits of a sum do not depend on its position in an array (batch-invariant models).
     sums_in_order: bool = False
 
     def __post_init__(self):
@@ -68,8 +70,8 @@ class Layout:
             )
         if self.overlaps and self.all_reduce != "exact":
             raise MeshError(
-                f"mesh.all_reduce = {self.all_reduce!r} with mesh.overlap = true: a sum that is "
-                "made hop by hop beside its product is exact; choose one of the two"
+                f"mesh.all_reduce = {self.all_reduce!r} with mesh.overlap = true: overlapped sums "
+                "are exact; choose one of the two"
             )
         is_summed = self.size("expert") * self.size("tensor") > 1
         if not is_summed and (self.overlaps or self.all_reduce != "exact"):
@@ -88,12 +90,14 @@ class Layout:
         return math.prod(size for _, size in self.sizes)
 
     def size(self, axis: str) -> int:
-        """Of a mesh axis."""
+        """Return the size of a mesh axis; 1 for one that the mesh lacks."""
         return dict(self.sizes).get(axis, 1)
 
     def axes(self, logical: str) -> tuple[str, ...]:
-        """The mesh axes, longer than 1, that split a logical axis; `MeshError` for one that the
-        table lacks."""
+        """Return the mesh axes longer than 1 that shard a logical axis.
+
+        Raises `MeshError` for a logical axis without a rule.
+        """
         if logical not in RULES:
             raise MeshError(
                 f"no rule for the logical axis {logical!r}; there are {', '.join(sorted(RULES))}"
@@ -103,20 +107,24 @@ class Layout:
         return tuple(axis for axis in RULES[logical] if self.size(axis) > 1)
 
     def parts(self, logical: str) -> int:
+        """Return the number of shards of a logical axis."""
         return math.prod(self.size(axis) for axis in self.axes(logical))
 
     def local(self, dims: Sequence[int], logical: Sequence[str], what: str = "") -> tuple[int, ...]:
-        """The dimensions of one device's part; `MeshError` where one cannot be split evenly."""
+        """Return the dimensions of one device's shard of an array.
+
+        `what` names the array in a `MeshError`, raised if a dimension cannot be split evenly.
+        """
         self.check_collisions(logical, what)
         return tuple(self._part(n, axis, what) for n, axis in zip(dims, logical, strict=True))
 
     def spec(self, logical: Sequence[str]) -> PartitionSpec:
-        """Of an array with these dimensions."""
+        """Return the partition spec of an array with these logical axes."""
         self.check_collisions(logical)
         return PartitionSpec(*(self.axes(axis) or None for axis in logical))
 
     def check_collisions(self, logical: Iterable[str], what: str = "") -> None:
-        """`MeshError` where two dimensions of one array would be split over the same mesh axis."""
+        """Raise `MeshError` if two dimensions of one array would be split over one mesh axis."""
         used: dict[str, str] = {}
         for name in logical:
             for axis in self.axes(name):
@@ -134,7 +142,7 @@ class Layout:
             whole = ["heads", "kv_heads"] if logical in ("heads", "kv_heads") else [logical]
             raise MeshError(
                 f"{what + ': ' if what else ''}{logical} is {n}, which {axes} does not divide; "
-                f"{would_do(divisors(n))}; or keep it whole (mesh.whole = {whole})"
+                f"{suggest_sizes(divisors(n))}; or keep it whole (mesh.whole = {whole})"
             )
         return n // parts
 

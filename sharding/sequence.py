@@ -65,14 +65,14 @@ class Places(NamedTuple):
 def has_cached(q_start: Int[Array, " R1"], kv_len: Int[Array, " R"], layout: Layout):
     """Whether any row has tokens from before the step, of those that any stage works on."""
     any_here = (kv_len > jnp.diff(q_start)).any()
-    stages = layout.axes("stage") if layout.axes("cell") else ()
+    stages = layout.axes("stage") if layout.axes("page_offset") else ()
     return all_max(any_here.astype(jnp.int32), stages) > 0
 
 
 def part_of_pages(layout: Layout) -> PagePart:
     """Which cells of every page this device holds."""
-    axes = layout.axes("cell")
-    return PagePart(rank(axes), layout.parts("cell")) if axes else WHOLE
+    axes = layout.axes("page_offset")
+    return PagePart(rank(axes), layout.parts("page_offset")) if axes else WHOLE
 
 
 def places(
@@ -111,7 +111,7 @@ def attend_to_parts(
         found: Any = paged_attention(
             q, rows, pages, variant, part=part, return_lse=True, backend=backend
         )
-        out, lse = merged_over(*found, parts.layout.axes("cell"))
+        out, lse = merged_over(*found, parts.layout.axes("page_offset"))
     else:
         if rotary is not None:
             q, new = rotate(q, *rotary), new._replace(k=rotate(new.k, *rotary))

@@ -73,7 +73,7 @@ class Program:
         self.model = model = forward.model
         self.sizes = sizes
         self.sample_tile = sample_tile
-        kv_cache.check_layout(sizes.page_size, sizes.cache_dtype, model.layout.parts("cell"))
+        kv_cache.check_layout(sizes.page_size, sizes.cache_dtype, model.layout.parts("page_offset"))
         # Bytes of one page over all layers, on one device.
         self.page_bytes = kv_cache.page_bytes(
             model.cache, page_size=forward.local_page_size, dtype=sizes.cache_dtype

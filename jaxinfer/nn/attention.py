@@ -18,7 +18,7 @@ from jaxinfer.kernels.rotary import Rotary
 from jaxinfer.nn.cached_attention import attend_to_cache
 from jaxinfer.nn.layers import Linear, Numerics, RMSNorm, parameter
 from jaxinfer.nn.ragged import RaggedBatch
-from jaxinfer.sharding.collectives import own_part
+from jaxinfer.sharding.collectives import local_shard
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Attention(nnx.Module):
     def _slopes(self) -> jax.Array:
         """Return the ALiBi slopes of this device's heads."""
         layout, slopes = self.numerics.layout, jnp.asarray(alibi_slopes(self.config.num_heads))
-        return own_part(slopes, layout.axes("heads"), layout.parts("heads"), dim=0)
+        return local_shard(slopes, layout.axes("heads"), layout.parts("heads"), dim=0)
 
     def _qk_norm(self, heads: int, axis: str) -> RMSNorm | None:
         norm, H = self.config.qk_norm, self.config.head_dim

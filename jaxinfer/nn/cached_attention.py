@@ -28,7 +28,7 @@ def attend_to_cache(
     row's pages. `v` is None if `variant` takes values from the keys."""
     new = NewTokens(k, v, batch.write_page, batch.write_offset)
     backend = numerics.attention_backend
-    if numerics.layout.axes("cell"):
+    if numerics.layout.axes("page_offset"):
         parts = PartedRows(batch.rows, batch.split, numerics.layout)
         return attend_to_parts(q, new, parts, pages, variant, rotary=rotary, backend=backend)
     return update_and_attend(

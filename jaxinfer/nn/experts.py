@@ -28,8 +28,15 @@ from jaxinfer.kernels.gated_mlp.activations import ACTIVATIONS
 from jaxinfer.kernels.grouped_matmul import grouped_matmul
 from jaxinfer.nn.checks import int_fields, positive_errors, raise_errors, whole_number_errors
 from jaxinfer.nn.layers import FLOAT32, GatedMLP, Numerics, parameter, project
-from jaxinfer.sharding.collectives import all_gather, own_part, rank
-from jaxinfer.sharding.experts import Rows, give_back, is_sent, keep, put_back, send
+from jaxinfer.sharding.collectives import all_gather, local_shard, rank
+from jaxinfer.sharding.experts import (
+    ExpertRows,
+    combine,
+    dispatch,
+    restore_order,
+    select_local,
+    should_dispatch,
+)
 from jaxinfer.sharding.products import summed
 
 # Published layers have up to 512 (Switch Transformers: 2,048); files may have a tensor for each.
@@ -215,32 +222,32 @@ class Experts(nnx.Module):
 
     def _routed(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         """Return the routed experts' output, float32; sums over devices are made in x's dtype."""
-        if self._is_sent(x):
-            return self._send_and_compute(x)
+        if self._should_dispatch(x):
+            return self._dispatch_and_compute(x)
         router, routes = self.config.router, self.routes(x)
-        rows, order = keep(x, routes.experts, router.num_experts, self.split_over)
-        out = put_back(self._run_experts(rows), order, router.per_token)
+        rows, order = select_local(x, routes.experts, router.num_experts, self.split_over)
+        out = restore_order(self._run_experts(rows), order, router.per_token)
         out, summed_over = _weighted(out, routes), self.split_over + self.hidden_over
         if not summed_over:
             return out
         return summed(out.astype(x.dtype), self.layout, summed_over).astype(jnp.float32)
 
-    def _is_sent(self, x: Float[Array, "T D"]) -> bool:
+    def _should_dispatch(self, x: Float[Array, "T D"]) -> bool:
         e, t = self.layout.parts("experts"), self.layout.parts("expert_ffn")
-        return is_sent(len(x), self.config.router.per_token, e, t, x.nbytes // len(x))
+        return should_dispatch(len(x), self.config.router.per_token, e, t, x.nbytes // len(x))
 
-    def _send_and_compute(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+    def _dispatch_and_compute(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         """Return `_routed(x)` by all-to-all; each device routes its share of the padded tokens."""
         router, axes = self.config.router, self.split_over
         T, e = len(x), self.layout.parts("experts")
-        x = own_part(jnp.pad(x, ((0, -T % e), (0, 0))), axes, e, dim=0)
+        x = local_shard(jnp.pad(x, ((0, -T % e), (0, 0))), axes, e, dim=0)
         routes = self.routes(x)
-        rows, way = send(x, routes.experts, router.num_experts, axes)
-        out = give_back(self._run_experts(rows).astype(x.dtype), way, router.per_token, axes)
+        rows, plan = dispatch(x, routes.experts, router.num_experts, axes)
+        out = combine(self._run_experts(rows).astype(x.dtype), plan, router.per_token, axes)
         out = summed(_weighted(out, routes).astype(x.dtype), self.layout, self.hidden_over)
         return all_gather(out, axes, dim=0)[:T].astype(jnp.float32)
 
-    def _run_experts(self, rows: Rows) -> Float[Array, "rows D"]:
+    def _run_experts(self, rows: ExpertRows) -> Float[Array, "rows D"]:
         """Return the output of this device's experts for their rows, float32, and zeros after them.
 
         If hidden units are split, it is this device's part of the sum.

@@ -20,7 +20,7 @@ def forward_for(model: ShardedModel, page_size: int) -> Forward:
     """The pass for the model's mesh. Raises `ConfigError` for pages that do not divide over it."""
     if model.num_stages > 1:
         return PipelineForward(model, page_size)
-    if model.layout.axes("cell"):
+    if model.layout.axes("page_offset"):
         return SequenceForward(model, page_size)
     return Forward(model, page_size)
 
@@ -35,13 +35,13 @@ class SequenceForward(Forward):
         return super().__call__(decoder, self.own_tokens(token_ids), batch, pages, carry)
 
     def last_hidden(self, output: ForwardOutput, index: Int[Array, " R"]) -> jax.Array:
-        return self._split(output.batch.num_tokens).at(output.hidden, index)
+        return self._split(output.batch.num_tokens).take(output.hidden, index)
 
     def own_tokens(self, x: jax.Array) -> jax.Array:
-        return self._split(x.shape[0]).own(x)
+        return self._split(x.shape[0]).shard(x)
 
     def all_tokens(self, x: jax.Array, num_tokens: int) -> jax.Array:
-        return self._split(num_tokens).all(x)
+        return self._split(num_tokens).gather(x)
 
     def _split(self, num_tokens: int) -> TokenSplit:
         return TokenSplit.of(self.model.layout, num_tokens)
@@ -71,7 +71,7 @@ class PipelineForward(SequenceForward):
 
     def initial_carry(self, largest: StepShape, table_width: int) -> Any:
         local = self.model.local
-        num_tokens = self._split(largest.num_tokens).num_own
+        num_tokens = self._split(largest.num_tokens).num_local
         activations = jax.ShapeDtypeStruct(
             (1, num_tokens, local.config.model_dim), local.numerics.dtype
         )

@@ -9,8 +9,8 @@ import jax
 from jaxinfer.config import EngineConfig, MeshConfig
 from jaxinfer.options import ConfigError
 from jaxinfer.parallel.hosts.peers import Peers
-from jaxinfer.sharding.mesh import MeshError, spelled
-from jaxinfer.sharding.products import least_overlapped
+from jaxinfer.sharding.mesh import MeshError, format_mesh
+from jaxinfer.sharding.products import min_overlapped_tokens
 from jaxinfer.sharding.rules import ONE_DEVICE, Layout
 
 
@@ -31,7 +31,7 @@ def page_part_size(page_size: int, layout: Layout) -> int:
 
     Raises `ConfigError` where the parts of a sequence do not divide a page.
     """
-    parts = layout.parts("cell")
+    parts = layout.parts("page_offset")
     if page_size % parts:
         raise ConfigError(
             f"cache.page_size is {page_size}, which mesh.seq {parts} does not divide: every device "
@@ -52,7 +52,7 @@ def check_processes(config: EngineConfig, peers: Peers) -> None:
             "process. Run one server for each, on hosts of its own, behind a load balancer"
         )
     if mesh.num_devices != num_devices:
-        sizes = spelled(mesh.sizes)
+        sizes = format_mesh(mesh.sizes)
         raise ConfigError(
             f"the mesh has {mesh.num_devices} devices ({sizes or 'every axis 1'}), but the "
             f"{num_processes} processes have {num_devices} together: set mesh.tensor, mesh.expert, "
@@ -65,7 +65,7 @@ def check_overlap(config: EngineConfig, layout: Layout) -> None:
     overlap."""
     largest, n = config.buckets[-1], layout.parts("ffn")
     is_array = config.quantize is None
-    least = least_overlapped(n, is_array=is_array, in_order=config.batch_invariant)
+    least = min_overlapped_tokens(n, is_array=is_array, in_order=config.batch_invariant)
     if not layout.overlaps or largest >= least:
         return
     which = "on a GPU" if is_array else f"of {config.quantize} weights"

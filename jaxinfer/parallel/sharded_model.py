@@ -32,7 +32,7 @@ from jaxinfer.parallel.mesh_options import (
     layout_of,
     page_part_size,
 )
-from jaxinfer.sharding.mesh import MeshError, device_groups, divisors, would_do
+from jaxinfer.sharding.mesh import MeshError, device_groups, divisors, suggest_sizes
 from jaxinfer.sharding.rules import ONE_DEVICE, Layout
 
 BLOCKS = "blocks"
@@ -94,7 +94,7 @@ class ShardedModel:
         """Of a layer's pages [P, K, rows, lanes] and of their scales [P, K, B]: over stages each
         has its own P pages, end to end."""
         heads = self.layout.axes("kv_heads") if self._kv_parts() > 1 else ()
-        axes = (self.layout.axes("stage"), heads, self.layout.axes("cell"))
+        axes = (self.layout.axes("stage"), heads, self.layout.axes("page_offset"))
         split = tuple(axis or None for axis in axes)
         return PartitionSpec(*split, None), PartitionSpec(*split)
 
@@ -106,7 +106,7 @@ class ShardedModel:
         if config.num_layers % S:
             raise MeshError(
                 f"the model has {config.num_layers} layers, which pipe {S} does not divide; "
-                f"{would_do(divisors(config.num_layers))}"
+                f"{suggest_sizes(divisors(config.num_layers))}"
             )
         if S > 1:
             changes["num_layers"] = config.num_layers // S
@@ -190,7 +190,7 @@ class ShardedModel:
         raise MeshError(
             f"pipe is {self.num_stages}, so that layer {index} is stacked with layer "
             f"{index % per_stage}, but they are built differently (another window, RoPE, MLP or "
-            f"norm); {would_do(fitting)}"
+            f"norm); {suggest_sizes(fitting)}"
         )
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32, Shaped
 
-from jaxinfer.sharding.collectives import Axes, all_gather, all_sum, own_part, rank
+from jaxinfer.sharding.collectives import Axes, all_gather, all_sum, local_shard, rank
 
 
 def num_parts(vocab_axes: Axes) -> int:
@@ -45,7 +45,7 @@ def columns_of(
 
 def own_columns(x: Shaped[Array, "S V"], vocab_axes: Axes) -> Shaped[Array, "S n"]:
     """This device's part of an array that every device has whole."""
-    return own_part(x, vocab_axes, num_parts(vocab_axes), dim=1)
+    return local_shard(x, vocab_axes, num_parts(vocab_axes), dim=1)
 
 
 def all_parts(x: jax.Array, vocab_axes: Axes) -> Shaped[Array, "parts ..."]:

@@ -8,7 +8,7 @@ import pytest
 
 from jaxinfer.nn.experts import Experts, ExpertsConfig, RouterConfig
 from jaxinfer.nn.layers import Numerics
-from jaxinfer.sharding.experts import is_sent
+from jaxinfer.sharding.experts import should_dispatch
 from jaxinfer.sharding.mesh import MeshError
 from jaxinfer.sharding.rules import Layout
 from tests.support.child_process import findings
@@ -73,7 +73,7 @@ def test_rows_arrive_once_and_come_back_to_their_place(found, form, case):
 
 def test_experts_that_do_not_divide_are_refused():
     numerics = Numerics(layout=Layout.of({"expert": 4}))
-    message = r"experts is 6, which expert 4 does not divide; sizes that would do: 1, 2, 3, 6"
+    message = r"experts is 6, which expert 4 does not divide; possible sizes: 1, 2, 3, 6"
     with pytest.raises(MeshError, match=message):
         Experts(16, ExpertsConfig(RouterConfig(6, 2), 8), numerics)
     numerics = Numerics(layout=Layout.of({"tensor": 3}))
@@ -95,7 +95,7 @@ def test_experts_that_do_not_divide_are_refused():
     ],
 )
 def test_rows_are_sent_where_that_costs_less(T, k, e, t, expected):
-    assert is_sent(T, k, e, t, row_bytes=8192) == expected
+    assert should_dispatch(T, k, e, t, row_bytes=8192) == expected
 
 
 def test_the_bytes_are_those_of_rings():
@@ -104,5 +104,5 @@ def test_the_bytes_are_those_of_rings():
     kept = 2 * (e - 1) / e * row_bytes  # an all-reduce, of a token
     sent = 2 * k / e * (e - 1) / e * row_bytes + (e - 1) / e * row_bytes  # its rows; the gather
     last = int(3 * 2**20 / (kept - sent)) // e * e  # no tokens are padded
-    assert not is_sent(last, k, e, 1, row_bytes)
-    assert is_sent(last + e, k, e, 1, row_bytes)
+    assert not should_dispatch(last, k, e, 1, row_bytes)
+    assert should_dispatch(last + e, k, e, 1, row_bytes)

@@ -35,7 +35,7 @@ def meshes_to_run(family: str, choice: str) -> list[dict[str, int]]:
         or mesh in FIRST[family]
         or (
             choice != matrix.FIRST
-            and matrix.is_in_share(f"{family}:{mesh_bench.spelled(mesh)}", choice)
+            and matrix.is_in_share(f"{family}:{mesh_bench.format_mesh(mesh)}", choice)
         )
     ]
 
@@ -51,7 +51,7 @@ def meshes_to_run(family: str, choice: str) -> list[dict[str, int]]:
 def test_tokens_do_not_depend_on_the_mesh(family, request):
     meshes = meshes_to_run(family, request.config.getoption("--matrix"))
     meshes.sort(key=mesh_bench.layers_for)  # one run on one device for each number of layers
-    texts = [mesh_bench.spelled(mesh) for mesh in meshes]
+    texts = [mesh_bench.format_mesh(mesh) for mesh in meshes]
     found = findings(CHILD, family, *texts, timeout_s=1800)
     assert found.keys() == set(texts)
     wrong = {

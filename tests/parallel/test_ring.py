@@ -10,7 +10,7 @@ import pytest
 
 from jaxinfer.sharding.ring import PAIRS
 from jaxinfer.sharding.rules import Layout
-from jaxinfer.sharding.zigzag import MAX_TOGETHER, TokenSplit
+from jaxinfer.sharding.zigzag import MAX_UNSPLIT_TOKENS, TokenSplit
 from tests.support.child_process import findings
 from tests.support.paths import SUPPORT
 
@@ -56,11 +56,11 @@ def test_causal_work_of_a_long_prompt_is_balanced(count, num_tokens):
     """A token sees those before it and itself."""
     split = TokenSplit(num_tokens, count, "seq")
     index = np.stack([np.asarray(split.indices(device)) for device in range(count)])
-    assert index.shape == (count, split.num_own)
+    assert index.shape == (count, split.num_local)
     assert sorted(index.reshape(-1))[:num_tokens] == list(range(num_tokens))
     pairs = np.where(index < num_tokens, index + 1, 0).sum(axis=1)
     assert pairs.max() <= 1.02 * pairs.mean()
-    in_order = np.arange(count * split.num_own).reshape(count, -1) + 1
+    in_order = np.arange(count * split.num_local).reshape(count, -1) + 1
     assert in_order.sum(axis=1).max() > 1.4 * in_order.sum(axis=1).mean(), "as they would lie"
 
 
@@ -79,7 +79,9 @@ def test_each_turn_is_two_blocks_of_work_on_every_device(count):
 
 def test_few_tokens_are_not_split():
     layout = Layout.of({"seq": 4})
-    assert TokenSplit.of(layout, MAX_TOGETHER).count == 1
-    assert TokenSplit.of(layout, MAX_TOGETHER + 1) == TokenSplit(MAX_TOGETHER + 1, 4, "seq")
+    assert TokenSplit.of(layout, MAX_UNSPLIT_TOKENS).count == 1
+    assert TokenSplit.of(layout, MAX_UNSPLIT_TOKENS + 1) == TokenSplit(
+        MAX_UNSPLIT_TOKENS + 1, 4, "seq"
+    )
     assert TokenSplit.of(Layout.of({"tensor": 4}), 4096).count == 1
     assert TokenSplit.of(layout, 1001).block_len * 8 >= 1001, "padded behind"

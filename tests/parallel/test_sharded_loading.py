@@ -91,8 +91,7 @@ def test_a_checkpoint_is_opened_onto_the_configs_mesh(found):
 
 def test_a_mesh_that_does_not_fit_is_refused_before_anything_is_read(found):
     assert found["opened"]["pipe"] == (
-        "ConfigError: the model has 2 layers, which pipe 8 does not divide; sizes that would do: "
-        "1, 2"
+        "ConfigError: the model has 2 layers, which pipe 8 does not divide; possible sizes: 1, 2"
     )
     assert "must be 8" in found["opened"]["tensor"]
 

@@ -161,7 +161,7 @@ def choices() -> dict[str, dict[str, int]]:
     in_order = lambda x, w: products.overlapped_product(
         whole, x, {"values": w}, AXES, in_order=True
     )
-    many = 2 * products.MIN_TOKENS_A_PART
+    many = 2 * products.MIN_TOKENS_PER_PART
     given = {
         "array": (2, split, 4, 6),
         "outputs that do not divide": (2, split, 4, 7),

@@ -28,7 +28,7 @@ from jaxinfer.models.functional import FunctionalModel  # noqa: E402
 from jaxinfer.nn.experts import ClampedSwiGLU, Experts, ExpertsConfig, RouterConfig  # noqa: E402
 from jaxinfer.nn.layers import Numerics  # noqa: E402
 from jaxinfer.nn.tokenwise import tokenwise  # noqa: E402
-from jaxinfer.sharding.experts import give_back, send  # noqa: E402
+from jaxinfer.sharding.experts import combine, dispatch  # noqa: E402
 from jaxinfer.sharding.mesh import STEP_AXES, device_groups  # noqa: E402
 from jaxinfer.sharding.rules import Layout  # noqa: E402
 
@@ -78,7 +78,7 @@ def random_weights(config: ExpertsConfig) -> list[np.ndarray]:
 
 def sent(is_sent: bool) -> Any:
     """The form of the layers traced inside."""
-    return mock.patch("jaxinfer.nn.experts.is_sent", lambda *_: is_sent)
+    return mock.patch("jaxinfer.nn.experts.should_dispatch", lambda *_: is_sent)
 
 
 def on_each(sizes: dict[str, int], function: Callable[..., Any], in_specs: Any, *args: Any) -> Any:
@@ -243,12 +243,12 @@ def routings(e: int, T: int, k: int) -> dict[str, np.ndarray]:
 
 
 def journeys() -> dict[str, Any]:
-    """`send` and `give_back` alone, padded and ragged: rows are (token's number, expert's)."""
+    """`dispatch` and `combine` alone, padded and ragged: rows are (token's number, expert's)."""
     e, T, k = 8, 6, 3
     x = np.arange(1, e * T + 1, dtype=np.float32)[:, None]
 
     def there_and_back(x, experts):
-        rows, way = send(x, experts, E, ("expert",))
+        rows, plan = dispatch(x, experts, E, ("expert",))
         first = lax.axis_index("expert") * len(rows.sizes)
         expert = first + jnp.repeat(
             jnp.arange(len(rows.sizes)), rows.sizes, total_repeat_length=len(rows.rows)
@@ -256,7 +256,7 @@ def journeys() -> dict[str, Any]:
         out = jnp.concatenate([rows.rows, expert[:, None].astype(x.dtype)], axis=1)
         is_real = jnp.arange(len(out))[:, None] < rows.sizes.sum()
         out = jnp.where(is_real, out, jnp.nan)
-        return out[None], rows.sizes, give_back(out, way, k, ("expert",))
+        return out[None], rows.sizes, combine(out, plan, k, ("expert",))
 
     cases, found = routings(e, T, k), {}
     ragged = mock.patch("jax.lax.ragged_all_to_all", ragged_by_gathering)

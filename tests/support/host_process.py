@@ -158,7 +158,7 @@ def run_sums(peers: Peers, num_steps: int, fault: str) -> None:
 
 def main(job: dict[str, Any]) -> None:
     jax.config.update("jax_num_cpu_devices", 4)
-    zigzag.MAX_TOGETHER = 4  # steps of 16 tokens are split, so that the ring is tested
+    zigzag.MAX_UNSPLIT_TOKENS = 4  # steps of 16 tokens are split, so that the ring is tested
     config = HostsConfig(**job["hosts"])
     peers = join(dataclasses.replace(config, check_steps=8, join_timeout_s=60.0))
     try:

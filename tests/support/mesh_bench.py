@@ -81,7 +81,7 @@ def meshes(family: str) -> Iterator[dict[str, int]]:
             yield {axis: size for axis, size in mesh.items() if size > 1}
 
 
-def spelled(mesh: dict[str, int]) -> str:
+def format_mesh(mesh: dict[str, int]) -> str:
     return ",".join(f"{axis}={size}" for axis, size in mesh.items())
 
 

@@ -25,9 +25,9 @@ def parsed(text: str) -> dict[str, int]:
 
 def main(family: str, texts: list[str]) -> None:
     jax.config.update("jax_num_cpu_devices", mesh_bench.NUM_DEVICES)
-    zigzag.MAX_TOGETHER = 4  # else steps of 16 tokens would not be cut: no ring
+    zigzag.MAX_UNSPLIT_TOKENS = 4  # else steps of 16 tokens would not be cut: no ring
     if family == mesh_bench.SENDS:
-        experts.is_sent = lambda T, k, e, t, row_bytes: e > 1
+        experts.should_dispatch = lambda T, k, e, t, row_bytes: e > 1
     work, passes = mesh_bench.requests(), mesh_bench.Calls(ring, "pass_on")
     alone: dict[int, Any] = {}
     found = {}
@@ -52,7 +52,7 @@ def main(family: str, texts: list[str]) -> None:
         if num_layers not in alone:
             alone[num_layers] = outcome({})
         run = outcome(mesh)
-        text = mesh_bench.spelled(mesh)
+        text = mesh_bench.format_mesh(mesh)
         found[text] = {"alone": alone[num_layers], "mesh": run}
         is_equal = run["tokens"] == alone[num_layers]["tokens"]
         seconds = time.perf_counter() - start

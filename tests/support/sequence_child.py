@@ -54,7 +54,7 @@ def tables(rows: tuple[tuple[int, int], ...], rng) -> tuple[np.ndarray, np.ndarr
 
 def run(count: int, rows, *, together: bool, dtype="float32", **variant) -> list[Any]:
     """One layer's attention of a step on `count` devices: its output and the pages after it."""
-    zigzag.MAX_TOGETHER = 10**9 if together else 0
+    zigzag.MAX_UNSPLIT_TOKENS = 10**9 if together else 0
     rng = np.random.default_rng(0)
     q_start, kv_len, table = tables(rows, rng)
     is_latent = "value_dim" in variant
@@ -79,14 +79,14 @@ def run(count: int, rows, *, together: bool, dtype="float32", **variant) -> list
     def step(q, k, v, angles, pages, arrays):
         rows = StepRows(*map(jnp.asarray, (q_start, kv_len, table, write_from, kv_len)))
         batch = ragged_batch(rows, T, page_size=B // count, num_pages=NUM_PAGES, layout=layout)
-        own = batch.split.own
+        own = batch.split.shard
         rotary = None if angles is None else (jnp.cos(own(angles)), jnp.sin(own(angles)))
         out, pages = attend_to_cache(
             own(q), own(k), None if is_latent else own(v), batch, pages, numerics,
             rotary=rotary, scale=0.25, **arrays,
         )  # fmt: skip
         last = jnp.maximum(jnp.asarray(q_start)[1:] - 1, 0)
-        return batch.split.all(out), batch.split.at(out, last), pages
+        return batch.split.gather(out), batch.split.take(out, last), pages
 
     static = {name: x for name, x in variant.items() if not isinstance(x, np.ndarray)}
     arrays = {name: jnp.asarray(x) for name, x in variant.items() if name not in static}
@@ -123,7 +123,7 @@ def off(count: int, variant: str = "plain", rows=MIXED, *, together: bool = Fals
 
 def temporaries(count: int, tokens: int) -> int:
     """Bytes of temporaries and arguments on a device, for a prompt of count x tokens."""
-    zigzag.MAX_TOGETHER = 0
+    zigzag.MAX_UNSPLIT_TOKENS = 0
     T, D, page = count * tokens, 64, 64  # the step's
     layout = Layout.of({"seq": count}) if count > 1 else ONE_DEVICE
     attention = Attention(AttentionConfig(D, N, K, H), Numerics(layout=layout))
@@ -153,7 +153,7 @@ def temporaries(count: int, tokens: int) -> int:
 def of_a_whole_step(count: int, tokens: int) -> int:
     """Bytes of temporaries on a device, of an engine's step of count x tokens: head, sampling and
     the logprobs of prompts too."""
-    zigzag.MAX_TOGETHER = 0
+    zigzag.MAX_UNSPLIT_TOKENS = 0
     sizes = {"hidden_size": 512, "intermediate_size": 512, "vocab_size": 256, "head_dim": H}
     heads = {"num_attention_heads": N, "num_key_value_heads": K, "num_hidden_layers": 1}
     table = {"model_type": "llama", "max_position_embeddings": 8192} | sizes | heads

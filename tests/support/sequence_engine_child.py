@@ -19,7 +19,7 @@ from jaxinfer import InvalidRequestError, SamplingParams  # noqa: E402
 from jaxinfer.sharding import zigzag  # noqa: E402
 from tests.support import running  # noqa: E402
 
-zigzag.MAX_TOGETHER = 8  # steps of more tokens go round the ring
+zigzag.MAX_UNSPLIT_TOKENS = 8  # steps of more tokens go round the ring
 NUM_PAGES = 16  # of 8 tokens, over eight devices
 RNG = np.random.default_rng(0)
 PROMPT = RNG.integers(3, 90, 8 * NUM_PAGES - 12).tolist()

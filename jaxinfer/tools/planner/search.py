@@ -161,7 +161,7 @@ def estimated_collectives(program: StepProgram, load: StepLoad) -> list[Collecti
     found = []
     if layout.axes("heads"):
         found.append(_collective_over(layout, "heads", "all-reduce", size, 2 * config.num_layers))
-    if layout.axes("cell"):
+    if layout.axes("page_offset"):
         found += _sequence_collectives(program, load, tokens)
     if layout.axes("stage"):
         found.append(_collective_over(layout, "stage", "collective-permute", size))
@@ -177,7 +177,7 @@ def _sequence_collectives(program: StepProgram, load: StepLoad, tokens: int) -> 
     num_layers, n, cache = config.num_layers, layout.size("seq"), config.cache
     per_head = 4 * tokens * (config.num_heads // layout.parts("heads"))
     values = per_head * (cache.value_dim or cache.head_dim)
-    of = partial(_collective_over, layout, "cell")
+    of = partial(_collective_over, layout, "page_offset")
     if TokenSplit.of(layout, program.config.bucket_for(load.num_tokens)).count == 1:
         small = of("all-reduce", per_head, 2 * num_layers)
         return [of("all-reduce", values, num_layers), small]
