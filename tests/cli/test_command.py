@@ -2,46 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
-from typing import NamedTuple
 
 import pytest
 
 from jaxinfer import __version__
 from jaxinfer.cli.commands import COMMANDS, UnknownCommand, find_command
 from jaxinfer.serving.config import ServingConfig
+from tests.support.command_line import Result, run_all
 from tests.support.paths import ROOT, SCRIPTS
 
-
-class Result(NamedTuple):
-    """What one command line comes to."""
-
-    code: int
-    stdout: str
-    stderr: str
-
-
-# Each command line runs in a fork of one process that has imported JAX, which is what takes long.
-CHILD = """
-import json, os, sys
-from jaxinfer.cli.main import main
-
-for number, words in enumerate(json.load(sys.stdin)):
-    if not (child := os.fork()):
-        for descriptor in (1, 2):
-            path = f"{sys.argv[1]}/{number}.{descriptor}"
-            os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY), descriptor)
-        try:
-            code = main(words)
-        except SystemExit as end:
-            code = end.code
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-"""
 HELP = [[*name.split(), "--help"] for name in COMMANDS]
 FULL_HELP = [[*name.split(), "--helpfull"] for name in COMMANDS]
 LINES = [
@@ -64,22 +35,7 @@ LINES = [
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> dict[tuple[str, ...], Result]:
-    folder = tmp_path_factory.mktemp("command")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", CHILD, str(folder)],
-        input=json.dumps(LINES),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    texts = [[(folder / f"{i}.{n}").read_text() for n in (1, 2)] for i in range(len(LINES))]
-    codes = map(int, done.stdout.split())
-    return {
-        tuple(line): Result(code, *text)
-        for line, code, text in zip(LINES, codes, texts, strict=True)
-    }
+    return run_all(LINES, tmp_path_factory.mktemp("command"))
 
 
 def test_find_command_splits_names_of_one_and_two_words():

@@ -1,4 +1,4 @@
-"""The demo model, for real: golden tokens and logits of the reference, the script, the figures."""
+"""The demo model, for real: golden tokens and logits of the reference, the command, the figures."""
 
 import itertools
 import json
@@ -11,7 +11,6 @@ import pytest
 from jaxinfer import LLM, SamplingParams, load_config
 from tests.support import running
 from tests.support.paths import ROOT
-from tests.support.tiny_checkpoints import TinyLlama, config_json
 
 GOLDEN = json.loads((ROOT / "tests/references/smollm2_golden.json").read_text("utf-8"))
 TIE = 1e-4  # logits this close may be told apart differently
@@ -82,8 +81,16 @@ def test_a_refused_prompt_names_its_place_and_leaves_nothing_running(llm):
     assert llm.engine.num_requests == 0 and llm.engine.pool.num_owned == 0
 
 
-def run_script(*flags, stdin=None):
-    command = [sys.executable, "scripts/generate.py", "--model=demo", "--config=demo", *flags]
+def run_generate(*flags, stdin=None):
+    command = [
+        sys.executable,
+        "-m",
+        "jaxinfer",
+        "generate",
+        "--model=demo",
+        "--config=demo",
+        *flags,
+    ]
     # The rest of the suite has compiled the demo's programs: this start is a warm one.
     return subprocess.run(
         command, cwd=ROOT, input=stdin, capture_output=True, text=True, timeout=300
@@ -91,11 +98,11 @@ def run_script(*flags, stdin=None):
 
 
 @pytest.mark.once
-def test_the_script_prints_one_json_object_a_prompt_and_nothing_else(llm, tmp_path):
+def test_generate_prints_one_json_object_for_each_prompt_and_nothing_else(llm, tmp_path):
     prompts = ["The sky is", 'Quotes "and" \n newlines, ünïcödé', ""]
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps(p) + "\n" for p in prompts), "utf-8")
-    done = run_script(
+    done = run_generate(
         f"--prompts_file={file}", "--format=jsonl", "--temperature=0", "--max_tokens=6"
     )
     lines = [json.loads(line) for line in done.stdout.splitlines()]
@@ -111,37 +118,9 @@ def test_the_script_prints_one_json_object_a_prompt_and_nothing_else(llm, tmp_pa
 
 
 @pytest.mark.once
-def test_the_script_holds_a_conversation(llm):
+def test_generate_holds_a_conversation(llm):
     del llm  # its programs are in the compilation cache by now
     talk = "My name is Ada.\n/reset\nWhat is the capital of France?\n/exit\n"
-    done = run_script("--chat", "--temperature=0", "--max_tokens=24", stdin=talk)
+    done = run_generate("--chat", "--temperature=0", "--max_tokens=24", stdin=talk)
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout
-
-
-@pytest.mark.parametrize(
-    "flags, named",
-    [
-        (["--prompt=x", "--temperature=-1"], "temperature"),
-        (["--prompt=x", "--set", "cache.page_sizes=4"], "cache.page_sizes"),
-        (["--prompt=x", "--config=nothing"], "nothing"),
-        (["--prompt=x", "--logit_bias=5"], "logit_bias"),
-        (["--prompt=x", "--chat"], "--chat"),
-        (["--prompts_file=/nonexistent"], "nonexistent"),
-        (["--prompt=x", "--model=/nonexistent.gguf"], "nonexistent.gguf"),
-    ],
-)
-def test_the_script_refuses_bad_flags_by_name(flags, named):
-    done = run_script(*flags)
-    assert done.returncode == 2 and done.stdout == ""
-    assert named in done.stderr and "Traceback" not in done.stderr
-
-
-def test_the_script_needs_a_tokenizer_before_it_compiles(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(config_json(TinyLlama())))
-    flags = [f"--model={tmp_path}", "--load_format=random", "--prompt=Hi"]
-    done = subprocess.run(
-        [sys.executable, "scripts/generate.py", *flags], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 2 and "compiling" not in done.stderr
-    assert "has no tokenizer, and this command takes texts" in done.stderr

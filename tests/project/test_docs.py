@@ -18,7 +18,7 @@ DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").gl
 NOT_HERE = {
     "make test": "the suite itself",
     "make serve": "test_serve_process.py runs the subcommand, and serving.md's example",
-    "make run": "test_make_targets_name_what_exists, and test_smollm2.py runs the script",
+    "make run": "test_make_targets_name_what_exists, and test_smollm2.py runs the subcommand",
     "make .venv/.dev": "the environment that this test runs in",
     "make bench": "minutes of measuring; test_bench.py runs its cases in small",
     "jaxinfer bench offline": "the same",

@@ -1,4 +1,4 @@
-"""`jaxinfer embed`: one JSON object per text, or an error that names the text."""
+"""`jaxinfer embed` prints a JSON object for each text, or an error that names the text."""
 
 import json
 import subprocess
@@ -15,16 +15,21 @@ from tests.support.tiny_server import checkpoint as decoder
 
 
 def run(
-    *flags: str, texts: str = "", script: str = "embed", model: Path | None = None
+    *flags: str, texts: str = "", subcommand: str = "embed", model: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, f"scripts/{script}.py", f"--model={model or checkpoint()}", *flags]
+    command = [sys.executable, "-m", "jaxinfer", subcommand, f"--model={model or checkpoint()}"]
     options = ["--set=warm_up=false", "--set=bucket_growth=3"]
     return subprocess.run(
-        [*command, *options], input=texts, capture_output=True, cwd=ROOT, text=True, timeout=300
+        [*command, *flags, *options],
+        input=texts,
+        capture_output=True,
+        cwd=ROOT,
+        text=True,
+        timeout=300,
     )
 
 
-def test_embed_command_writes_texts_of_a_file_in_order():
+def test_embed_prints_the_texts_of_a_file_in_order():
     texts = ["the cat", "a dog " * 60, 'quo"te\n'[:-1]]
     done = run(
         "--texts_file=-",
@@ -44,27 +49,27 @@ def test_embed_command_writes_texts_of_a_file_in_order():
     assert "tiny: 24,352 parameters, 0.1 MB, 4.00 bytes each" in done.stderr
 
 
-def test_one_invalid_text_fails_the_command_by_name():
+def test_embed_refuses_all_texts_if_one_is_too_long():
     done = run("--text=a", "--text=" + "the cat " * 60)
     assert done.returncode == 2 and not done.stdout
     assert "error: text 1: the text has" in done.stderr
 
 
 @pytest.mark.parametrize(
-    ("script", "flags", "error_text"),
+    ("subcommand", "flags", "reason"),
     [
         ("embed", ["--text=a"], "tiny: this model generates and embeds nothing"),
         ("generate", ["--prompt=a"], "tiny: this model is an encoder"),
     ],
 )
-def test_model_of_the_wrong_kind_is_refused_before_compilation(script, flags, error_text):
-    model = decoder() if script == "embed" else checkpoint()
-    done = run(*flags, script=script, model=model)
+def test_subcommand_refuses_another_kind_of_model_before_compiling(subcommand, flags, reason):
+    model = decoder() if subcommand == "embed" else checkpoint()
+    done = run(*flags, subcommand=subcommand, model=model)
     assert done.returncode == 2 and not done.stdout
-    assert f"error: {error_text}" in done.stderr and "compiling" not in done.stderr
+    assert f"error: {reason}" in done.stderr and "compiling" not in done.stderr
 
 
-def test_invalid_lines_are_named_before_the_model_is_loaded():
+def test_embed_names_wrong_lines_before_it_loads_the_model():
     done = run("--texts_file=-", texts='"a"\n3\nb\n')
     assert done.returncode == 2 and not done.stdout
     assert "line 2 holds a JSON int, not a string; line 3 is not JSON" in done.stderr

@@ -20,15 +20,14 @@ from jaxinfer.loading import open_checkpoint
 from jaxinfer.loading.assign import functional_model, load_weights
 from jaxinfer.loading.output import check_output, replace_folder
 from jaxinfer.nn.layers import Numerics
-from tests.support.paths import SCRIPTS
 from tests.support.tiny_checkpoints import TinyLlama, write_checkpoint
 
-SCRIPT = SCRIPTS / "convert.py"
+COMMAND = (sys.executable, "-m", "jaxinfer", "convert")
 
 
 def convert(*flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(SCRIPT), *flags],
+        [*COMMAND, *flags],
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
@@ -111,7 +110,7 @@ def test_failed_replacement_keeps_the_old_folder(tmp_path, monkeypatch, failing)
 def test_interrupted_conversion_leaves_no_output_folder(tmp_path):
     wide = TinyLlama(num_layers=4, hidden_size=256, intermediate_size=16_384)
     source = write_checkpoint(wide, tmp_path / "wide")
-    command = [sys.executable, str(SCRIPT), f"--model={source}", f"--output={tmp_path / 'out'}"]
+    command = [*COMMAND, f"--model={source}", f"--output={tmp_path / 'out'}"]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 60
