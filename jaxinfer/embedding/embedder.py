@@ -151,7 +151,8 @@ class Embedder:
             on_progress(f"embed[{bucket.rows} x {bucket.length}]")
 
         compile_programs({b: partial(self._lower, b) for b in self.buckets[::-1]}, done)
-        embed.clear_cache()  # type: ignore[attr-defined]  # `_programs` keeps the compiled ones
+        # `_programs` keeps the compiled programs.
+        embed.clear_cache()  # type: ignore[attr-defined]  # a method of jitted functions
         self.compile_seconds += time.perf_counter() - started
         self._is_warm = True
 
@@ -310,7 +311,7 @@ class Embedder:
                 logging.warning("compiling %s after warm-up: requests wait for it", bucket)
             started = time.perf_counter()
             self._programs[bucket] = compile_program(self._lower(bucket))
-            embed.clear_cache()  # type: ignore[attr-defined]
+            embed.clear_cache()  # type: ignore[attr-defined]  # a method of jitted functions
             self.compile_seconds += time.perf_counter() - started
         return self._programs[bucket]
 

@@ -195,6 +195,7 @@ def test_llm_default_params_are_the_checkpoints(llm):
 
 
 def test_service_default_params_are_the_checkpoints(llm):
+    # `params` needs no engine loop.
     service = Service(llm.engine, None, generation=llm.generation)  # type: ignore[arg-type]
     assert service.params({}) == llm.default_params()
     assert service.params({"max_tokens": 8, "temperature": 0.5}).max_tokens == 8

@@ -30,6 +30,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def drawn(model: FunctionalModel, seed: int = 0) -> tuple[jax.Array, ...]:
+    # Without `quantize`, all of them are arrays.
     return random_weights(model, seed)  # type: ignore[return-value]
 
 

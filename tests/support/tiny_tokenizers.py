@@ -16,6 +16,8 @@ from typing import Any
 
 import jinja2
 from gguf.constants import TokenType
+
+# The generated protobuf module has no source and defines its classes at run time.
 from sentencepiece.sentencepiece_model_pb2 import (  # pyright: ignore[reportMissingModuleSource]
     ModelProto,  # pyright: ignore[reportAttributeAccessIssue]
 )

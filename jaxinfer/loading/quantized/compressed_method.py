@@ -10,6 +10,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from jaxinfer.loading.quantized.compressed import read_packed
 from jaxinfer.loading.quantized.methods import (
     Parts,
@@ -21,6 +23,7 @@ from jaxinfer.loading.quantized.methods import (
     matrix_shape,
     plain,
 )
+from jaxinfer.loading.quantized.rows import QuantRows
 
 CLASS = "Linear"  # as a target, it selects all layers of this class
 FORMATS = {
@@ -153,14 +156,17 @@ def _packed_method(bits: int) -> QuantMethod:
         )
         return F, D
 
-    read = lambda a: read_packed(
-        a[".weight_packed"],
-        a[".weight_scale"],
-        tuple(map(int, a[".weight_shape"].reshape(-1)[:2])),  # type: ignore[arg-type]
-        a.get(".weight_zero_point"),
-        a.get(".weight_g_idx"),
-        bits=bits,
-    )
+    def read(arrays: Mapping[str, np.ndarray]) -> QuantRows:
+        F, D = map(int, arrays[".weight_shape"].reshape(-1)[:2])
+        return read_packed(
+            arrays[".weight_packed"],
+            arrays[".weight_scale"],
+            (F, D),
+            arrays.get(".weight_zero_point"),
+            arrays.get(".weight_g_idx"),
+            bits=bits,
+        )
+
     required = (".weight_packed", ".weight_scale", ".weight_shape")
     optional = (".weight_zero_point", ".weight_g_idx")
     return QuantMethod(f"int{bits} tensors", ".weight_packed", required, shape, read, optional)

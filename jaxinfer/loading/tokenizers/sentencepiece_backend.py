@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import tokenizers
 from sentencepiece import SentencePieceProcessor
+
+# The generated protobuf module has no source and defines its classes at run time.
 from sentencepiece.sentencepiece_model_pb2 import (  # pyright: ignore[reportMissingModuleSource]
     ModelProto,  # pyright: ignore[reportAttributeAccessIssue]
 )
