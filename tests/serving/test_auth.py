@@ -1,4 +1,4 @@
-"""API keys: what a file of them may hold, and who is let in."""
+"""API keys: the file format, and which tokens are accepted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def keys_file(tmp_path):
     return write
 
 
-def test_a_key_is_known_by_its_name_and_another_is_nobodys(keys_file):
+def test_known_key_has_a_name_and_unknown_key_has_none(keys_file):
     text = "# ours\n\nalice:sk-alice-1\n  bob : sk-bob:with:colons \nbare-key-0\r\n"
     keys = ApiKeys.from_file(keys_file(text))
     assert len(keys) == 3
@@ -32,7 +32,7 @@ def test_a_key_is_known_by_its_name_and_another_is_nobodys(keys_file):
         assert keys.name_of(wrong) is None
 
 
-def test_every_key_is_compared_whichever_it_is(monkeypatch):
+def test_every_key_is_compared_whichever_matches(monkeypatch):
     keys = ApiKeys([("a", "first-key"), ("b", "second-key"), ("c", "third-key")])
     compared = []
 
@@ -45,7 +45,7 @@ def test_every_key_is_compared_whichever_it_is(monkeypatch):
     assert keys.name_of("none of them") is None and len(set(compared)) == 3
 
 
-def test_the_keys_themselves_are_not_kept():
+def test_keys_themselves_are_not_stored():
     keys = ApiKeys([("a", "secret-key-of-a")])
     assert "secret" not in repr(vars(keys))
 
@@ -65,19 +65,19 @@ def test_the_keys_themselves_are_not_kept():
         (b"a:\xff\xfe-long-enough\n", "cannot be read"),
     ],
 )
-def test_a_bad_file_is_refused_with_the_line_at_fault(keys_file, text, complaint):
+def test_bad_key_file_is_refused_with_the_line_at_fault(keys_file, text, complaint):
     with pytest.raises(ConfigError, match=complaint):
         ApiKeys.from_file(keys_file(text))
 
 
-def test_all_problems_come_at_once_and_show_no_key(keys_file):
+def test_key_file_problems_are_listed_together_without_keys(keys_file):
     with pytest.raises(ConfigError) as caught:
         ApiKeys.from_file(keys_file("a:secret!\nb:secret!\nc:hush\n"))
     assert "line 2" in str(caught.value) and "line 3" in str(caught.value)
     assert "secret" not in str(caught.value) and "hush" not in str(caught.value)
 
 
-def test_a_missing_file_is_refused_by_its_path(tmp_path):
+def test_missing_key_file_is_refused_by_its_path(tmp_path):
     with pytest.raises(ConfigError, match=r"absent\.txt"):
         ApiKeys.from_file(tmp_path / "absent.txt")
 
@@ -95,5 +95,5 @@ def test_a_missing_file_is_refused_by_its_path(tmp_path):
         (None, None),
     ],
 )
-def test_a_bearer_token_is_what_follows_the_scheme(header, token):
+def test_bearer_token_follows_the_scheme(header, token):
     assert bearer_token(header) == token

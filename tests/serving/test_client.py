@@ -36,7 +36,7 @@ def engine() -> Engine:
 
 @pytest.fixture
 def brake(engine):
-    """Slows the shared engine for one test."""
+    """A brake on the shared engine, for one test."""
     brake = Brake(engine)
     yield brake
     brake.release()
@@ -44,7 +44,7 @@ def brake(engine):
 
 
 class Either:
-    """One of the two clients, called the same way: each method gives what a caller gets."""
+    """Calls either client in the same way; each method returns what the client's does."""
 
     def __init__(self, client: Any):
         self.client = client
@@ -75,7 +75,7 @@ both = pytest.mark.parametrize("kind", [Client, AsyncClient])
 
 
 @both
-def test_an_answer_is_the_services_own_streamed_or_whole(engine, kind):
+def test_client_returns_the_services_output_streamed_or_whole(engine, kind):
     async def main():
         async with grpc_harness(engine) as harness, either(kind, harness.target) as client:
             params = SamplingParams(**GREEDY, max_tokens=20, logprobs=2, prompt_logprobs=1)
@@ -98,7 +98,7 @@ def test_an_answer_is_the_services_own_streamed_or_whole(engine, kind):
 
 
 @both
-def test_a_prompt_is_text_or_token_ids_or_messages(engine, kind):
+def test_prompt_is_text_or_token_ids_or_messages(engine, kind):
     async def main():
         async with grpc_harness(engine) as harness, either(kind, harness.target) as client:
             ids = await client.call("tokenize", "a prompt")
@@ -120,7 +120,7 @@ def test_a_prompt_is_text_or_token_ids_or_messages(engine, kind):
 
 
 @both
-def test_the_server_tells_what_it_is_and_how_it_is(engine, kind):
+def test_client_reads_model_stats_and_health(engine, kind):
     async def main():
         health = Health()
         async with (
@@ -142,7 +142,7 @@ def test_the_server_tells_what_it_is_and_how_it_is(engine, kind):
 
 
 @both
-def test_an_error_has_its_code_its_text_and_its_field(engine, kind):
+def test_error_has_code_text_and_field(engine, kind):
     async def main():
         async with grpc_harness(engine) as harness, either(kind, harness.target) as client:
             for call in (client.call("complete", "x", top_p=2.0), client.deltas("x", top_p=2.0)):
@@ -159,7 +159,7 @@ def test_an_error_has_its_code_its_text_and_its_field(engine, kind):
 
 
 @both
-def test_an_overloaded_server_says_when_to_come_back(engine, brake, kind):
+def test_overloaded_error_has_a_retry_delay(engine, brake, kind):
     async def main():
         limits = config(max_waiting=0)
         async with grpc_harness(engine, limits) as harness, either(kind, harness.target) as client:
@@ -179,7 +179,7 @@ def test_an_overloaded_server_says_when_to_come_back(engine, brake, kind):
 
 
 @both
-def test_a_timeout_is_the_calls_deadline(engine, brake, kind):
+def test_client_timeout_is_the_calls_deadline(engine, brake, kind):
     async def main():
         async with (
             grpc_harness(engine) as harness,
@@ -203,7 +203,7 @@ def test_a_timeout_is_the_calls_deadline(engine, brake, kind):
 
 
 @both
-def test_a_server_that_is_not_there_is_unavailable(kind):
+def test_missing_server_is_unavailable(kind):
     async def main():
         async with either(kind, "127.0.0.1:1", timeout_s=20.0) as client:
             with pytest.raises(RpcError) as caught:
@@ -214,7 +214,7 @@ def test_a_server_that_is_not_there_is_unavailable(kind):
 
 
 @both
-def test_a_key_opens_the_door(engine, kind):
+def test_client_with_a_key_is_accepted(engine, kind):
     keys = ApiKeys([("ann", "key-of-ann-1")])
 
     async def main():
@@ -234,7 +234,7 @@ def test_a_key_opens_the_door(engine, kind):
 
 
 @both
-def test_certificates_open_the_door(engine, kind, tmp_path):
+def test_client_with_certificates_is_accepted(engine, kind, tmp_path):
     authority = make_authority(tmp_path, "authority")
     server = make_signed(tmp_path, "server", authority)
     own = make_signed(tmp_path, "client", authority)
@@ -261,7 +261,7 @@ async def is_free(harness: GrpcHarness, engine: Engine) -> None:
         await asyncio.sleep(0.001)
 
 
-def test_leaving_a_loop_early_ends_the_request(engine, brake):
+def test_leaving_the_loop_cancels_the_request(engine, brake):
     def leave(target: str, how: Callable[[], None]) -> None:
         with Client(target) as client:
             answer = client.generate("x", **GREEDY, max_tokens=400)
@@ -292,7 +292,7 @@ def test_leaving_a_loop_early_ends_the_request(engine, brake):
     run(main())
 
 
-def test_leaving_an_asynchronous_loop_early_ends_the_request(engine, brake):
+def test_leaving_the_asynchronous_loop_cancels_the_request(engine, brake):
     async def main():
         brake.seconds = 0.01
         async with grpc_harness(engine) as harness, AsyncClient(harness.target) as client:
@@ -313,7 +313,7 @@ def test_leaving_an_asynchronous_loop_early_ends_the_request(engine, brake):
     run(main())
 
 
-def test_an_answer_can_be_cancelled_by_somebody_else(engine, brake):
+def test_stream_can_be_cancelled_from_elsewhere(engine, brake):
     async def read(answer) -> None:
         async for _ in answer:
             is_under_way.set()
@@ -344,7 +344,7 @@ def test_an_answer_can_be_cancelled_by_somebody_else(engine, brake):
     run(main())
 
 
-def test_a_finished_answer_knows_its_figures(engine):
+def test_finished_stream_has_usage_and_timing(engine):
     async def main():
         async with grpc_harness(engine) as harness, AsyncClient(harness.target) as client:
             answer = client.generate("x", **GREEDY, max_tokens=4, n=2, request_id="mine")
@@ -358,7 +358,7 @@ def test_a_finished_answer_knows_its_figures(engine):
     run(main())
 
 
-def test_options_that_no_request_could_carry_are_refused_before_anything_is_sent():
+def test_unsendable_options_are_refused_before_the_call():
     with Client("127.0.0.1:1") as client:
         for call in (client.generate, client.complete):
             with pytest.raises(TypeError, match="one of prompt, token_ids and messages"):
@@ -387,7 +387,7 @@ def test_both_clients_have_the_same_methods_with_the_same_parameters():
     assert methods(Client) == methods(AsyncClient)
 
 
-def test_the_package_offers_the_clients_and_nothing_by_accident():
+def test_package_exports_only_the_clients():
     assert jaxinfer.serving.Client is Client and set(jaxinfer.serving.__all__) >= {"AsyncClient"}
     with pytest.raises(AttributeError, match="Clinet"):
         _ = jaxinfer.serving.Clinet  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Vectors on their way out: exact, and written where they do not hold up other requests."""
+"""Serialization of embeddings: exact, and without blocking the event loop."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.support.tiny_encoder import tiny_embedder
     ],
     ids=["json", "protobuf"],
 )
-def test_a_long_answer_is_written_exactly_and_vector_by_vector(write):
+def test_large_embeddings_are_serialized_exactly_vector_by_vector(write):
     numbers = np.random.default_rng(0).normal(size=(3, 50)).astype(np.float32)
     numbers[0, :6] = (0, -0.0, 1, 1e-40, np.finfo(np.float32).max, np.finfo(np.float32).tiny)
     rows = write(Embeddings(numbers, [3, 4, 5]))
@@ -62,7 +62,7 @@ def longest_call(function: Callable[[], object]) -> float:
     "write",
     [lambda made: serialize_embeddings("tiny", made, as_bytes=False), grpc_messages.embeddings],
 )
-def test_a_long_answer_does_not_hold_the_event_loop(write):
+def test_large_embeddings_do_not_block_the_event_loop(write):
     vectors = np.random.default_rng(0).normal(size=(1024, 1024)).astype(np.float32)
     made = Embeddings(vectors, [3] * len(vectors))
     assert made.is_large  # so that a thread writes it
@@ -70,14 +70,14 @@ def test_a_long_answer_does_not_hold_the_event_loop(write):
     assert longest_call(lambda: json.dumps(vectors.tolist())) > 0.6  # at once
 
 
-def test_no_vector_holds_what_json_has_not():
+def test_vector_with_nan_is_not_serialized():
     with pytest.raises(ValueError, match="NaN"):
         serialize_embeddings(
             "tiny", Embeddings(np.full((1, 2), np.nan, np.float32), [1]), as_bytes=False
         )
 
 
-def test_both_doors_write_long_answers_in_another_thread(monkeypatch):
+def test_large_embeddings_are_serialized_in_another_thread(monkeypatch):
     threads = []
 
     def watched(write):
@@ -105,7 +105,7 @@ def test_both_doors_write_long_answers_in_another_thread(monkeypatch):
     assert [thread is threading.main_thread() for thread in threads] == [True, True, False, False]
 
 
-def test_deltas_that_are_joined_keep_the_vector():
+def test_joined_deltas_keep_the_embedding():
     vector = np.ones(3, np.float32)
     last = Delta(0, "", [], [], FinishReason.STOP, vector)
     assert Delta.joined([Delta(0, "", [], [], None), last]).embedding is vector

@@ -62,7 +62,7 @@ async def post(both: BothProtocols, **body: Any) -> Any:
 
 
 async def refused(both: BothProtocols, protocol: str, **ask: Any) -> tuple[str, str | None]:
-    """Kind, by either protocol's name, and the field of a refused request."""
+    """The kind, by the protocol's name, and the field of a refused request."""
     if protocol == "http":
         reply = await post(both, **ask)
         assert reply.status_code != 200, reply.text
@@ -73,7 +73,7 @@ async def refused(both: BothProtocols, protocol: str, **ask: Any) -> tuple[str, 
     return caught.value.code.name, caught.value.field
 
 
-def test_both_doors_give_the_vectors_of_the_library(embedder):
+def test_embeddings_equal_the_librarys_over_both_protocols(embedder):
     wanted = vectors_of(embedder, TEXTS)
     ids = [encode_text(embedder, text) for text in TEXTS]
 
@@ -98,7 +98,7 @@ def test_both_doors_give_the_vectors_of_the_library(embedder):
     run(main())
 
 
-def test_fields_are_honoured_by_both_doors(embedder):
+def test_embedding_fields_are_honoured_over_both_protocols(embedder):
     fields: list[dict[str, Any]] = [
         {"normalize": False},
         {"dimensions": 5},
@@ -128,7 +128,7 @@ def test_fields_are_honoured_by_both_doors(embedder):
     run(main())
 
 
-def test_the_openai_client_gets_float32_by_its_default_and_as_numbers(embedder):
+def test_openai_client_gets_float32_in_base64_and_as_numbers(embedder):
     wanted = vectors_of(embedder, TEXTS)
 
     async def main():
@@ -170,7 +170,7 @@ REFUSALS: list[tuple[dict[str, Any], tuple[str, str], str | None]] = [
 ]
 
 
-def test_refusals_name_the_field_at_both_doors(embedder):
+def test_embedding_refusals_name_the_field_over_both_protocols(embedder):
     async def main():
         async with both_protocols(embedder) as both:
             for ask, (openai_type, status), field in REFUSALS:
@@ -194,7 +194,7 @@ def test_refusals_name_the_field_at_both_doors(embedder):
     run(main())
 
 
-def test_bad_input_costs_nobody_else_anything(embedder):
+def test_bad_input_does_not_affect_other_requests(embedder):
     wanted = vectors_of(embedder, TEXTS)
 
     async def main():
@@ -212,7 +212,7 @@ def test_bad_input_costs_nobody_else_anything(embedder):
     run(main())
 
 
-def test_each_kind_of_model_says_what_it_does_not_do(embedder):
+def test_unsupported_operation_of_a_model_is_refused(embedder):
     async def main():
         async with both_protocols(embedder) as both:
             for path, body in (
@@ -237,7 +237,7 @@ def test_each_kind_of_model_says_what_it_does_not_do(embedder):
     run(main())
 
 
-def test_whoever_leaves_is_dropped(embedder, brake):
+def test_disconnected_client_cancels_its_embeddings(embedder, brake):
     async def main():
         async with both_protocols(embedder) as both:
             brake.hold()
@@ -256,7 +256,7 @@ def test_whoever_leaves_is_dropped(embedder, brake):
     run(main())
 
 
-def test_a_deadline_and_a_full_queue(embedder, brake):
+def test_embedding_deadline_and_full_queue_are_refused(embedder, brake):
     async def main():
         async with both_protocols(embedder, max_waiting_texts=2) as both:
             too_many = {"input": ["a"] * 7}  # max_num_seqs is 4
@@ -274,10 +274,10 @@ def test_a_deadline_and_a_full_queue(embedder, brake):
             assert (await refused(both, "grpc", input=["a"] * 3))[0] == "RESOURCE_EXHAUSTED"
             for protocol, kind in (("http", "timeout_error"), ("grpc", "DEADLINE_EXCEEDED")):
                 assert (await refused(both, protocol, input="a", timeout_s=0.3))[0] == kind
-            while both.service.loop.num_streams > 4:  # the client's own deadline rang first
+            while both.service.loop.num_streams > 4:  # the client's own deadline fired first
                 await asyncio.sleep(0.005)
             text = (await http_of(both).get("/metrics")).text
-            for protocol in ("http", "grpc"):  # counted once, as requests that were taken
+            for protocol in ("http", "grpc"):  # counted once, as accepted requests
                 ends = "deadline" if protocol == "http" else "deadline|cancelled"
                 assert re.search(
                     f'requests_total{{outcome="({ends})",protocol="{protocol}"}} 1.0', text
@@ -294,7 +294,7 @@ def test_a_deadline_and_a_full_queue(embedder, brake):
     run(main())
 
 
-def test_more_tokens_than_may_ever_wait_are_no_matter_of_trying_again(embedder):
+def test_inputs_beyond_the_token_limit_are_invalid_not_retryable(embedder):
     async def main():
         async with both_protocols(embedder, max_waiting_tokens=9) as both:
             for protocol, kind in (("http", INVALID[0]), ("grpc", INVALID[1])):
@@ -309,7 +309,7 @@ def test_more_tokens_than_may_ever_wait_are_no_matter_of_trying_again(embedder):
     run(main())
 
 
-def test_many_short_texts_leave_the_event_loop_to_others(embedder, brake, monkeypatch):
+def test_submitting_many_short_texts_yields_to_the_event_loop(embedder, brake, monkeypatch):
     encode, threads, turns = embedder.tokenizer.encode, set(), []
 
     def watched(text, **kwargs):
@@ -325,7 +325,7 @@ def test_many_short_texts_leave_the_event_loop_to_others(embedder, brake, monkey
             async def others() -> None:
                 while not has_ended:
                     turns.append(loop.num_streams)
-                    if 0 < turns[-1] < 134:  # the places of those to come are not free
+                    if 0 < turns[-1] < 134:  # the capacity of the remaining texts is reserved
                         with pytest.raises(ServiceError, match="134 texts are unfinished"):
                             loop.check_capacity()
                     await asyncio.sleep(0)
@@ -340,14 +340,14 @@ def test_many_short_texts_leave_the_event_loop_to_others(embedder, brake, monkey
             await watching
             brake.release()
             assert (await asked).vectors.shape == (134, DIM)
-            loop.check_capacity(134)  # and all places are back
+            loop.check_capacity(134)  # all capacity is released
 
     run(main())
     assert threading.main_thread() not in threads and len(threads) == 1
     assert {64, 128} <= set(turns)
 
 
-def test_keys_metrics_and_what_is_told_of_the_model(embedder):
+def test_encoder_server_has_keys_metrics_and_model_info(embedder):
     async def main():
         keys = ApiKeys([("ada", "secret-key")])
         async with both_protocols(embedder, keys=keys) as both:
@@ -370,7 +370,7 @@ def test_keys_metrics_and_what_is_told_of_the_model(embedder):
     run(main())
 
 
-def test_a_process_serves_a_directory_of_an_encoder(embedder, tmp_path):
+def test_process_serves_an_encoder_directory(embedder, tmp_path):
     wanted = vectors_of(embedder, TEXTS)
     command = [sys.executable, "scripts/serve.py", f"--model={checkpoint()}", "--http_port=0"]
     command += ["--grpc_port=0", "--set=bucket_growth=3", "--set=scheduler.max_num_seqs=1"]

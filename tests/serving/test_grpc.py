@@ -1,4 +1,4 @@
-"""The gRPC server over a real socket: what is asked is answered, streamed or whole, the same."""
+"""The gRPC server over a real socket: streamed and complete output are the same."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def engine() -> Engine:
     return tiny_engine()[0]
 
 
-def test_a_stream_begins_with_its_id_and_ends_with_its_figures(engine):
+def test_stream_begins_with_its_id_and_ends_with_usage_and_timing(engine):
     async def main():
         async with grpc_harness(engine) as harness:
             parts = await streamed(harness, ask(max_tokens=8, request_id="mine"))
@@ -37,7 +37,7 @@ def test_a_stream_begins_with_its_id_and_ends_with_its_figures(engine):
     run(main())
 
 
-def test_the_unary_answer_is_that_of_the_service(engine):
+def test_complete_returns_the_services_result(engine):
     async def main():
         async with grpc_harness(engine) as harness:
             params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -53,7 +53,7 @@ def test_the_unary_answer_is_that_of_the_service(engine):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_deltas_join_to_the_unary_answer_with_characters_of_many_tokens(engine, seed):
+def test_deltas_join_to_the_complete_output_with_split_characters(engine, seed):
     text = "né 汉字 🙂"
 
     async def main():
@@ -75,7 +75,7 @@ def test_deltas_join_to_the_unary_answer_with_characters_of_many_tokens(engine, 
 
 
 @pytest.mark.parametrize("include", [False, True])
-def test_deltas_join_to_the_unary_answer_with_stop_strings(engine, include):
+def test_deltas_join_to_the_complete_output_with_stop_strings(engine, include):
     async def main():
         async with grpc_harness(engine) as harness:
             params = {"temperature": 1.0, "seed": 3}
@@ -96,7 +96,7 @@ def test_deltas_join_to_the_unary_answer_with_stop_strings(engine, include):
     run(main())
 
 
-def test_samples_and_logprobs_come_over_the_wire(engine):
+def test_samples_and_logprobs_are_transmitted(engine):
     async def main():
         async with grpc_harness(engine) as harness:
             params = {"n": 3, "temperature": 1.0, "seed": 5, "logprobs": 2, "prompt_logprobs": 1}
@@ -117,7 +117,7 @@ def test_samples_and_logprobs_come_over_the_wire(engine):
     run(main())
 
 
-def test_token_ids_text_and_chat_are_the_same_prompt(engine):
+def test_token_ids_text_and_chat_give_the_same_output(engine):
     chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="hello")])
 
     async def main():
@@ -136,7 +136,7 @@ def test_token_ids_text_and_chat_are_the_same_prompt(engine):
     run(main())
 
 
-def test_text_goes_to_token_ids_and_back(engine):
+def test_tokenize_and_detokenize_round_trip(engine):
     async def main():
         async with grpc_harness(engine) as harness:
             for text in ("", "né 汉字 🙂", "a" * 500):
@@ -153,7 +153,7 @@ def test_text_goes_to_token_ids_and_back(engine):
     run(main())
 
 
-def test_the_model_and_the_engines_figures_are_told(engine):
+def test_get_model_and_get_stats_return_the_services_values(engine):
     async def main():
         async with grpc_harness(engine) as harness:
             model = await harness.stub.GetModel(pb.GetModelRequest())
@@ -168,7 +168,7 @@ def test_the_model_and_the_engines_figures_are_told(engine):
     run(main())
 
 
-def test_what_is_not_set_is_the_checkpoints_default_and_what_is_set_is_not(engine):
+def test_unset_params_take_the_checkpoints_defaults(engine):
     seen: list[SamplingParams] = []
     observer = Observer(on_end=lambda stream: seen.append(stream.request.params))
     defaults = GenerationDefaults(temperature=0.25, top_k=7)
@@ -189,7 +189,7 @@ def test_what_is_not_set_is_the_checkpoints_default_and_what_is_set_is_not(engin
     ]
 
 
-def test_what_a_request_says_reaches_the_engine(engine):
+def test_request_fields_reach_the_engine(engine):
     seen: list[GenerationRequest] = []
     observer = Observer(on_end=lambda stream: seen.append(stream.request))
 

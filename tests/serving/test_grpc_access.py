@@ -1,4 +1,4 @@
-"""Who gets through the gRPC server: bearer tokens, TLS, mutual TLS."""
+"""Access to the gRPC server: bearer tokens, TLS, mutual TLS."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def bearer(token: str, scheme: str = "Bearer") -> tuple[tuple[str, str]]:
 
 
 def calls(harness: GrpcHarness, metadata) -> list:
-    """One of every method."""
+    """A call of every method."""
     stub = harness.stub
     return [
         stub.Generate(ask(), metadata=metadata),
@@ -61,7 +61,7 @@ def calls(harness: GrpcHarness, metadata) -> list:
         (("authorization", "Bearer wrong-key-1"), ("authorization", "Bearer key-of-ann-1")),
     ],
 )
-def test_without_a_key_that_the_server_knows_every_method_is_closed(engine, metadata):
+def test_every_method_is_refused_without_a_known_key(engine, metadata):
     async def main():
         async with grpc_harness(engine, keys=KEYS) as harness:
             num_steps = engine.num_steps
@@ -75,7 +75,7 @@ def test_without_a_key_that_the_server_knows_every_method_is_closed(engine, meta
     run(main())
 
 
-def test_every_key_opens_every_method(engine):
+def test_every_key_allows_every_method(engine):
     async def main():
         async with grpc_harness(engine, keys=KEYS) as harness:
             for metadata in (bearer("key-of-ann-1"), bearer("key-of-bob-2", "bearer")):
@@ -88,7 +88,7 @@ def test_every_key_opens_every_method(engine):
     run(main())
 
 
-def test_the_name_of_the_key_is_the_user_unless_the_request_names_one(engine):
+def test_key_name_is_the_user_unless_the_request_names_one(engine):
     users: list[str] = []
     observer = Observer(on_end=lambda stream: users.append(stream.request.user))
 
@@ -101,7 +101,7 @@ def test_the_name_of_the_key_is_the_user_unless_the_request_names_one(engine):
     assert users == ["bob", "carol"]
 
 
-def test_health_is_open_and_reflection_is_not(engine):
+def test_health_needs_no_key_but_reflection_does(engine):
     async def main():
         async with grpc_harness(engine, keys=KEYS) as harness:
             channel: Any = harness.channel
@@ -120,7 +120,7 @@ def test_health_is_open_and_reflection_is_not(engine):
     run(main())
 
 
-def test_a_stranger_is_refused_before_its_message_is_read(engine):
+def test_unauthenticated_call_is_refused_before_its_message_is_read(engine):
     async def main():
         async with grpc_harness(engine, keys=KEYS) as harness:
             call = harness.channel.unary_unary("/jaxinfer.v1.Inference/Complete")(b"\xff" * 100_000)
@@ -130,7 +130,7 @@ def test_a_stranger_is_refused_before_its_message_is_read(engine):
 
 
 class Certificates:
-    """An authority with a server's and a client's certificate, and another one."""
+    """Two authorities, one of which has signed a server's and a client's certificate."""
 
     def __init__(self, folder: Path):
         self.authority = make_authority(folder, "authority")
@@ -150,7 +150,7 @@ def certificates(tmp_path_factory) -> Certificates:
 
 
 async def call_over_tls(harness: GrpcHarness, root: Pair | None, own: Pair | None = None) -> None:
-    """A call that trusts `root` and shows `own`."""
+    """Make a call that trusts `root` and presents `own`."""
     credentials = grpc.ssl_channel_credentials(
         root and Path(root.certificate).read_bytes(),
         own and Path(own.key).read_bytes(),
@@ -167,7 +167,7 @@ async def is_refused(harness: GrpcHarness, root: Pair | None, own: Pair | None =
     assert caught.value.code() is CODES.UNAVAILABLE
 
 
-def test_tls_serves_those_who_trust_its_certificate(engine, certificates):
+def test_tls_serves_clients_that_trust_its_certificate(engine, certificates):
     async def main():
         async with grpc_harness(engine, certificates.config()) as harness:
             await call_over_tls(harness, certificates.authority)
@@ -179,7 +179,7 @@ def test_tls_serves_those_who_trust_its_certificate(engine, certificates):
     run(main())
 
 
-def test_mutual_tls_serves_those_alone_whose_certificate_it_trusts(engine, certificates):
+def test_mutual_tls_serves_only_clients_with_a_trusted_certificate(engine, certificates):
     async def main():
         own = certificates.config(client_ca=certificates.authority.certificate)
         async with grpc_harness(engine, own) as harness:
@@ -192,7 +192,7 @@ def test_mutual_tls_serves_those_alone_whose_certificate_it_trusts(engine, certi
     run(main())
 
 
-def test_tls_and_keys_go_together(engine, certificates):
+def test_tls_and_keys_work_together(engine, certificates):
     async def main():
         async with grpc_harness(engine, certificates.config(), keys=KEYS) as harness:
             root = Path(certificates.authority.certificate).read_bytes()
@@ -205,7 +205,7 @@ def test_tls_and_keys_go_together(engine, certificates):
     run(main())
 
 
-def test_files_that_are_no_certificates_are_refused_before_anybody_connects(certificates, tmp_path):
+def test_invalid_certificate_files_are_refused_at_startup(certificates, tmp_path):
     server, other = certificates.server, certificates.stranger
     junk, absent = tmp_path / "junk.pem", tmp_path / "absent.pem"
     junk.write_text("-----BEGIN CERTIFICATE-----\nabc\n-----END CERTIFICATE-----\n")

@@ -1,4 +1,4 @@
-"""Clients of the gRPC server that leave, are late, do not read, or send what is no message."""
+"""gRPC clients that cancel, time out, do not read or send malformed messages."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def engine() -> Engine:
 
 @pytest.fixture
 def brake(engine):
-    """Slows the shared engine for one test."""
+    """A brake on the shared engine, for one test."""
     brake = Brake(engine)
     yield brake
     brake.release()
@@ -49,7 +49,7 @@ def brake(engine):
 
 
 class Ends:
-    """Streams that have ended, to be waited for."""
+    """Collects streams that have ended, to wait for."""
 
     def __init__(self):
         self._queue: asyncio.Queue[Stream] = asyncio.Queue()
@@ -60,14 +60,14 @@ class Ends:
 
 
 async def is_free(harness: GrpcHarness, engine: Engine) -> None:
-    """Wait until the engine holds nothing: at most one step after the client has left."""
+    """Wait until the engine has no requests and no pages in use."""
     while engine.num_requests or engine.pool.num_owned:
         await asyncio.sleep(0.001)
     assert harness.service.loop.num_streams == 0
 
 
 @pytest.mark.parametrize("method", ["Generate", "Complete"])
-def test_a_client_that_cancels_gets_its_pages_freed_at_once(engine, brake, method):
+def test_cancel_frees_pages_at_once(engine, brake, method):
     ends = Ends()
 
     async def main():
@@ -88,7 +88,7 @@ def test_a_client_that_cancels_gets_its_pages_freed_at_once(engine, brake, metho
     run(main())
 
 
-def test_a_client_that_cancels_before_its_prompt_is_tokenized_never_enters(engine, monkeypatch):
+def test_cancel_before_tokenization_never_reaches_the_engine(engine, monkeypatch):
     ends = Ends()
     is_tokenizing = asyncio.Event()
 
@@ -113,7 +113,7 @@ def test_a_client_that_cancels_before_its_prompt_is_tokenized_never_enters(engin
     run(main())
 
 
-def test_a_client_whose_connection_breaks_is_cancelled(engine, brake):
+def test_broken_connection_cancels_the_request(engine, brake):
     ends = Ends()
 
     async def main():
@@ -134,7 +134,7 @@ def test_a_client_whose_connection_breaks_is_cancelled(engine, brake):
     run(main())
 
 
-def test_the_earlier_of_both_deadlines_ends_a_request(engine, brake):
+def test_earlier_of_two_deadlines_ends_the_request(engine, brake):
     ends = Ends()
 
     async def main():
@@ -154,7 +154,7 @@ def test_the_earlier_of_both_deadlines_ends_a_request(engine, brake):
     run(main())
 
 
-def test_a_deadline_that_has_passed_costs_no_step(engine):
+def test_passed_deadline_costs_no_step(engine):
     ends = Ends()
 
     async def main():
@@ -169,7 +169,7 @@ def test_a_deadline_that_has_passed_costs_no_step(engine):
     run(main())
 
 
-def test_a_call_without_a_deadline_gets_the_servers(engine):
+def test_call_without_a_deadline_has_the_servers(engine):
     ends = Ends()
 
     async def main():
@@ -184,7 +184,7 @@ def test_a_call_without_a_deadline_gets_the_servers(engine):
     run(main())
 
 
-def test_a_client_that_stops_reading_is_cut_and_others_are_not_held_up(engine):
+def test_client_that_stops_reading_is_cut_off_without_delaying_others(engine):
     ends = Ends()
 
     async def main():
@@ -209,7 +209,7 @@ def test_a_client_that_stops_reading_is_cut_and_others_are_not_held_up(engine):
     run(main())
 
 
-def test_a_client_that_reads_slowly_gets_joined_deltas_and_misses_nothing(engine):
+def test_slow_reader_gets_joined_deltas_and_misses_nothing(engine):
     async def main():
         async with (
             grpc_harness(engine) as harness,
@@ -231,7 +231,7 @@ def test_a_client_that_reads_slowly_gets_joined_deltas_and_misses_nothing(engine
     run(main())
 
 
-def test_a_client_that_takes_nothing_for_too_long_is_given_up(engine, brake):
+def test_client_that_reads_nothing_for_too_long_is_cancelled(engine, brake):
     ends = Ends()
 
     async def main():
@@ -253,7 +253,7 @@ def test_a_client_that_takes_nothing_for_too_long_is_given_up(engine, brake):
     run(main())
 
 
-def test_bytes_that_are_no_message_are_refused_and_the_server_goes_on(engine):
+def test_malformed_message_is_refused_and_the_server_goes_on(engine):
     async def main():
         async with grpc_harness(engine) as harness:
             for method in METHODS[:4]:
@@ -267,7 +267,7 @@ def test_bytes_that_are_no_message_are_refused_and_the_server_goes_on(engine):
     run(main())
 
 
-def test_an_unknown_method_is_unimplemented(engine):
+def test_unknown_method_is_unimplemented(engine):
     async def main():
         async with grpc_harness(engine) as harness:
             error = await error_of(raw(harness, "Train", b""))
@@ -276,7 +276,7 @@ def test_an_unknown_method_is_unimplemented(engine):
     run(main())
 
 
-def test_a_message_beyond_the_limit_is_refused_and_one_within_is_not(engine):
+def test_message_beyond_the_size_limit_is_refused(engine):
     async def main():
         async with grpc_harness(engine, config(max_body_bytes=10_000)) as harness:
             for method in METHODS[:4]:
@@ -310,7 +310,7 @@ PIECES = st.one_of(
 
 
 def test_random_bytes_never_break_the_server(engine, caplog):
-    """Whatever comes, the answer is a status that says whose fault it is, and none is a defect."""
+    """Any bytes get a status that blames the client, and none reveals a defect."""
     allowed = {CODES.INVALID_ARGUMENT, CODES.NOT_FOUND, CODES.DEADLINE_EXCEEDED, CODES.INTERNAL}
 
     async def main():
@@ -340,5 +340,5 @@ def test_random_bytes_never_break_the_server(engine, caplog):
 
 
 def raw(harness: GrpcHarness, method: str, data: bytes) -> grpc.aio.UnaryStreamCall:
-    """Call with these bytes as the message; on the wire a unary answer is a stream of one."""
+    """Call with these bytes as the message; on the wire a unary response is a stream of one."""
     return harness.channel.unary_stream(f"/jaxinfer.v1.Inference/{method}")(data)

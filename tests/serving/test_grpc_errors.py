@@ -1,4 +1,4 @@
-"""What the gRPC server refuses, or fails at: the right code, and what its metadata says."""
+"""Errors of the gRPC server: their codes and their metadata."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def engine() -> Engine:
 
 @pytest.fixture
 def brake(engine):
-    """Slows the shared engine for one test."""
+    """A brake on the shared engine, for one test."""
     brake = Brake(engine)
     yield brake
     brake.release()
@@ -49,9 +49,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("field", "request_", "text"), REFUSED)
-def test_a_value_that_cannot_be_honoured_is_an_invalid_argument_with_its_field(
-    engine, field, request_, text
-):
+def test_bad_value_is_an_invalid_argument_with_its_field(engine, field, request_, text):
     async def main():
         async with grpc_harness(engine) as harness:
             for method in (harness.stub.Complete, harness.stub.Generate):
@@ -68,7 +66,7 @@ def test_a_value_that_cannot_be_honoured_is_an_invalid_argument_with_its_field(
     run(main())
 
 
-def test_wrong_arguments_of_the_other_methods_name_their_field(engine):
+def test_bad_arguments_of_other_methods_name_their_field(engine):
     chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="a")])
 
     async def main():
@@ -91,7 +89,7 @@ def test_wrong_arguments_of_the_other_methods_name_their_field(engine):
     run(main())
 
 
-def test_another_model_is_not_found_and_the_right_name_is(engine):
+def test_another_models_name_is_not_found(engine):
     async def main():
         async with grpc_harness(engine) as harness:
             stub = harness.stub
@@ -108,7 +106,7 @@ def test_another_model_is_not_found_and_the_right_name_is(engine):
     run(main())
 
 
-def test_an_error_fits_into_the_headers_however_long_the_input(engine):
+def test_error_fits_into_the_headers_for_any_input_length(engine):
     async def main():
         async with grpc_harness(engine) as harness:
             for name in ("x" * 100_000, "字" * 100_000, "\x00🙂" * 10_000):
@@ -118,7 +116,7 @@ def test_an_error_fits_into_the_headers_however_long_the_input(engine):
     run(main())
 
 
-def test_a_request_id_in_use_already_exists(engine, brake):
+def test_request_id_in_use_already_exists(engine, brake):
     async def main():
         async with grpc_harness(engine) as harness:
             brake.hold()
@@ -134,7 +132,7 @@ def test_a_request_id_in_use_already_exists(engine, brake):
     run(main())
 
 
-def test_a_full_queue_is_refused_before_the_prompt_is_tokenized(engine, brake, monkeypatch):
+def test_full_queue_refuses_before_the_prompt_is_tokenized(engine, brake, monkeypatch):
     async def main():
         async with grpc_harness(engine, config(max_waiting=2)) as harness:
             brake.hold()
@@ -177,7 +175,7 @@ def test_many_clients_at_once_are_served_or_refused_and_none_is_lost(engine):
     run(main())
 
 
-def test_a_draining_server_is_unavailable_and_finishes_what_it_has(engine, brake):
+def test_draining_server_is_unavailable_and_finishes_its_requests(engine, brake):
     async def main():
         async with grpc_harness(engine) as harness:
             brake.hold()
@@ -196,7 +194,7 @@ def test_a_draining_server_is_unavailable_and_finishes_what_it_has(engine, brake
     run(main())
 
 
-def test_a_defect_is_internal_and_its_text_stays_in_the_log(engine, monkeypatch, caplog):
+def test_defect_is_internal_and_its_text_stays_in_the_log(engine, monkeypatch, caplog):
     def fail(*args):
         raise RuntimeError("a secret of the server")
 
@@ -212,7 +210,7 @@ def test_a_defect_is_internal_and_its_text_stays_in_the_log(engine, monkeypatch,
     assert caplog.text.count("a secret of the server") >= 2
 
 
-def test_a_dead_engine_ends_what_is_under_way_and_refuses_what_comes(monkeypatch):
+def test_failed_engine_fails_its_requests_and_refuses_new_ones(monkeypatch):
     engine = tiny_engine()[0]
 
     def fail():

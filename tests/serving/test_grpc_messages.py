@@ -1,4 +1,4 @@
-"""The wire format holds what the service has, in both directions; generated code is fresh."""
+"""Conversion between messages and the service's types, and freshness of generated code."""
 
 from __future__ import annotations
 
@@ -74,14 +74,14 @@ def over_the_wire(fields: dict) -> dict:
     return messages.read_params(pb.SamplingParams.FromString(data))
 
 
-def test_every_sampling_parameter_is_in_the_proto_and_can_be_left_unset():
+def test_every_sampling_parameter_is_optional_in_the_proto():
     descriptor = pb.SamplingParams.DESCRIPTOR
     assert set(descriptor.fields_by_name) - {"up_to_context"} == FIELDS
     assert all(field.has_presence for field in descriptor.fields)
     assert set(CHANGED) == FIELDS, "the test above all covers every field"
 
 
-def test_every_field_of_a_request_is_in_the_proto_and_in_the_clients_options():
+def test_every_request_field_is_in_the_proto_and_the_client():
     of_the_server = {"prompt", "protocol", "operation"}
     ours = {field.name for field in dataclasses.fields(GenerationRequest)} - of_the_server
     assert ours < set(pb.GenerateRequest.DESCRIPTOR.fields_by_name)
@@ -104,7 +104,7 @@ def test_every_field_of_a_request_is_in_the_proto_and_in_the_clients_options():
         (pb.TokenLogprobs, TokenLogprobs._fields),
     ],
 )
-def test_what_the_service_tells_has_the_same_fields_on_the_wire(message, fields):
+def test_result_types_have_the_same_fields_in_the_proto(message, fields):
     assert set(message.DESCRIPTOR.fields_by_name) == set(fields)
 
 
@@ -115,29 +115,29 @@ def test_every_finish_reason_has_a_number():
 
 
 @pytest.mark.parametrize("name", sorted(CHANGED))
-def test_a_sampling_parameter_arrives_as_it_was_given(name):
+def test_sampling_parameter_arrives_unchanged(name):
     assert over_the_wire({name: CHANGED[name]}) == {name: CHANGED[name]}
 
 
 @pytest.mark.parametrize("name", sorted(EDGES))
-def test_a_parameter_set_to_nothing_is_still_set(name):
+def test_parameter_set_to_an_empty_value_is_set(name):
     assert over_the_wire({name: EDGES[name]}) == {name: EDGES[name]}
 
 
-def test_parameters_that_are_not_set_are_left_to_the_checkpoint():
+def test_unset_parameters_are_left_to_the_checkpoint():
     assert over_the_wire({}) == {}
     assert over_the_wire({"seed": None, "logit_bias": None, "logprobs": None}) == {}
 
 
-def test_no_limit_of_tokens_is_not_the_default_limit():
+def test_unlimited_max_tokens_is_not_the_default():
     assert over_the_wire({"max_tokens": None}) == {"max_tokens": None}
 
 
-def test_all_parameters_together_make_the_same_object():
+def test_all_parameters_round_trip_together():
     assert SamplingParams(**over_the_wire(CHANGED)) == SamplingParams(**CHANGED)
 
 
-def test_numbers_out_of_range_arrive_to_be_refused():
+def test_out_of_range_numbers_arrive_to_be_refused():
     for name, value in [("top_k", 2**40), ("seed", -1), ("n", 2**31), ("temperature", math.nan)]:
         with pytest.raises(ValueError, match=name):
             SamplingParams(**over_the_wire({name: value}))
@@ -145,7 +145,7 @@ def test_numbers_out_of_range_arrive_to_be_refused():
         SamplingParams(**over_the_wire({"stop_token_ids": [2**32 + 5]}))
 
 
-def test_options_that_no_message_can_carry_are_refused_by_name():
+def test_unsendable_options_are_refused_by_name():
     with pytest.raises(TypeError, match="temprature"):
         messages.write_params({"temprature": 1})
     with pytest.raises(TypeError, match="up_to_context"):
@@ -160,7 +160,7 @@ def test_options_that_no_message_can_carry_are_refused_by_name():
         messages.set_field(pb.GenerateRequest(), "text", "\ud800")
 
 
-def test_a_prompt_has_one_of_three_forms():
+def test_prompt_has_one_of_three_forms():
     assert messages.read_prompt(pb.GenerateRequest(text="")) == ""
     ids = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1, 2]))
     assert messages.read_prompt(ids) == [1, 2]
@@ -173,7 +173,7 @@ def test_a_prompt_has_one_of_three_forms():
         assert caught.value.kind is ErrorKind.INVALID and caught.value.field == "prompt"
 
 
-def test_figures_of_the_engine_survive_the_wire():
+def test_engine_stats_round_trip():
     numbers = iter(range(1, 100))
     step = StepStats(**{name: next(numbers) for name in StepStats._fields})
     stats = EngineStats(
@@ -188,7 +188,7 @@ def test_generated_code_is_fresh():
     assert not make_protos.stale(make_protos.generate())
 
 
-def test_stale_code_is_seen_and_another_compilers_version_is_not_staleness(tmp_path):
+def test_stale_code_is_detected_and_compiler_version_ignored(tmp_path):
     source = (make_protos.ROOT / "jaxinfer/v1/inference.proto").read_text()
     path = tmp_path / "jaxinfer/v1/inference.proto"
     path.parent.mkdir(parents=True)

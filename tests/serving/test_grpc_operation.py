@@ -1,4 +1,4 @@
-"""How the gRPC server starts, tells its state, lists what it has, and ends."""
+"""Operation of the gRPC server: startup, health, reflection and shutdown."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def engine() -> Engine:
 
 @pytest.fixture
 def brake(engine):
-    """Slows the shared engine for one test."""
+    """A brake on the shared engine, for one test."""
     brake = Brake(engine)
     yield brake
     brake.release()
     del engine.step  # the instance's own: the class's is back
 
 
-def test_health_follows_the_server_for_each_service(engine):
+def test_grpc_health_follows_the_server_for_each_service(engine):
     async def main():
         health = Health()
         async with grpc_harness(engine, health=health) as harness:
@@ -66,7 +66,7 @@ def test_health_follows_the_server_for_each_service(engine):
     run(main())
 
 
-def test_a_watcher_of_health_is_told_and_does_not_hold_up_the_end(engine):
+def test_health_watcher_is_notified_and_does_not_delay_shutdown(engine):
     async def main():
         health = Health()
         async with grpc_harness(engine, health=health) as harness:
@@ -84,7 +84,7 @@ def test_a_watcher_of_health_is_told_and_does_not_hold_up_the_end(engine):
     run(main())
 
 
-def test_a_stock_tool_lists_the_services_and_learns_their_messages(engine):
+def test_reflection_lists_the_services_and_their_messages(engine):
     def learn(target: str) -> tuple[set[str], set[str]]:
         with grpc.insecure_channel(target) as channel:
             database = ProtoReflectionDescriptorDatabase(channel)
@@ -106,7 +106,7 @@ def test_a_stock_tool_lists_the_services_and_learns_their_messages(engine):
     run(main())
 
 
-def test_a_stream_under_way_has_the_grace_to_end(engine, brake):
+def test_stream_may_end_within_the_grace_period(engine, brake):
     async def main():
         async with grpc_harness(engine) as harness:
             brake.hold()
@@ -124,7 +124,7 @@ def test_a_stream_under_way_has_the_grace_to_end(engine, brake):
     run(main())
 
 
-def test_a_stream_that_outlasts_the_grace_is_cancelled_and_its_pages_freed(engine, brake):
+def test_stream_beyond_the_grace_period_is_cancelled_and_frees_pages(engine, brake):
     async def main():
         async with grpc_harness(engine) as harness:
             brake.hold()
@@ -140,7 +140,7 @@ def test_a_stream_that_outlasts_the_grace_is_cancelled_and_its_pages_freed(engin
     run(main())
 
 
-def test_a_client_whose_machine_is_gone_is_noticed_by_the_pings(engine, brake):
+def test_pings_detect_a_vanished_client(engine, brake):
     async def main():
         config = ServingConfig(grpc_port=0, keepalive_s=1.0)
         async with (
@@ -161,7 +161,7 @@ def test_a_client_whose_machine_is_gone_is_noticed_by_the_pings(engine, brake):
     run(main())
 
 
-def test_a_port_that_is_taken_is_refused_with_the_way_out(engine):
+def test_port_in_use_is_refused_with_the_way_out(engine):
     async def main():
         async with grpc_harness(engine) as harness:
             config = ServingConfig(grpc_port=harness.port)
@@ -173,7 +173,7 @@ def test_a_port_that_is_taken_is_refused_with_the_way_out(engine):
     run(main())
 
 
-def test_it_listens_where_it_is_told(engine):
+def test_server_listens_on_the_configured_address(engine):
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError as error:
@@ -193,7 +193,7 @@ def test_it_listens_where_it_is_told(engine):
     run(main())
 
 
-def test_stopping_what_never_started_does_nothing(engine):
+def test_stop_before_start_does_nothing(engine):
     async def main():
         async with tiny_service(engine) as service:
             config = ServingConfig(grpc_port=0)

@@ -1,4 +1,4 @@
-"""Health: what probes may conclude from a server's state."""
+"""Health: the states of the server, and what probes read from them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from jaxinfer.serving.health import Health, State
         (State.DEAD, False, False),
     ],
 )
-def test_only_a_serving_server_is_ready_and_only_a_dead_one_is_not_live(state, is_live, is_ready):
+def test_only_serving_is_ready_and_only_dead_is_not_live(state, is_live, is_ready):
     health = Health()
     health.set(state)
     assert (health.state, health.is_live, health.is_ready) == (state, is_live, is_ready)
 
 
-def test_subscribers_hear_each_change_once():
+def test_subscribers_are_called_once_a_change():
     health, heard = Health(), []
     health.subscribe(heard.append)
     for state in (State.STARTING, State.SERVING, State.SERVING, State.DRAINING, State.DEAD):
@@ -30,7 +30,7 @@ def test_subscribers_hear_each_change_once():
     assert heard == [State.SERVING, State.DRAINING, State.DEAD]
 
 
-def test_state_never_moves_back():
+def test_health_state_never_moves_back():
     health, heard = Health(), []
     health.subscribe(heard.append)
     health.set(State.DRAINING)  # told to stop while it loaded
@@ -41,7 +41,7 @@ def test_state_never_moves_back():
     assert not health.is_live and heard == [State.DRAINING, State.DEAD]
 
 
-def test_a_subscriber_that_fails_keeps_no_news_from_the_others():
+def test_failing_subscriber_does_not_affect_the_others():
     health, heard = Health(), []
 
     def fail(state):

@@ -1,4 +1,4 @@
-"""The two endpoints that generate: every field they take is honoured, streamed or whole."""
+"""The two generation endpoints: every field is honoured, streamed or whole."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def texts_of(body) -> list[str]:
     return [choice["text"] for choice in body["choices"]]
 
 
-def test_a_prompt_may_be_text_or_token_ids_one_or_several(engine):
+def test_prompt_may_be_text_or_token_ids_one_or_several(engine):
     async def main():
         async with http_harness(engine) as harness:
             ids = (await harness.ask("/tokenize", prompt=PROMPT)).json()["tokens"]
@@ -36,7 +36,7 @@ def test_a_prompt_may_be_text_or_token_ids_one_or_several(engine):
     run(main())
 
 
-def test_choices_of_several_prompts_are_numbered_prompt_by_prompt(engine):
+def test_choices_are_numbered_prompt_by_prompt(engine):
     async def main():
         async with http_harness(engine) as harness:
             ask: Any = {"temperature": 1, "seed": 3, "n": 2, "max_tokens": 6}
@@ -52,7 +52,7 @@ def test_choices_of_several_prompts_are_numbered_prompt_by_prompt(engine):
     run(main())
 
 
-def test_max_tokens_is_16_unless_told_and_chat_goes_up_to_the_context(engine):
+def test_max_tokens_defaults_to_16_and_for_chat_to_the_context(engine):
     async def main():
         async with http_harness(engine) as harness:
             assert (await harness.complete(PROMPT))["usage"]["completion_tokens"] == 16
@@ -66,7 +66,7 @@ def test_max_tokens_is_16_unless_told_and_chat_goes_up_to_the_context(engine):
     run(main())
 
 
-def test_the_checkpoints_own_defaults_hold_where_a_request_is_silent(engine):
+def test_checkpoint_defaults_apply_to_fields_not_set(engine):
     async def main():
         greedy = GenerationDefaults(do_sample=False)
         async with http_harness(engine, generation=greedy) as harness:
@@ -135,7 +135,7 @@ def test_logprobs_are_the_same_streamed_and_whole(engine):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_streamed_text_joins_to_the_whole_whatever_bytes_come(engine, seed):
+def test_streamed_text_joins_to_the_whole_for_any_bytes(engine, seed):
     async def main():
         async with http_harness(engine) as harness:
             ids = (await harness.ask("/tokenize", prompt="é𝄞")).json()["tokens"]
@@ -151,7 +151,7 @@ def test_streamed_text_joins_to_the_whole_whatever_bytes_come(engine, seed):
 
 
 @pytest.mark.parametrize("is_kept", [False, True])
-def test_stop_strings_end_the_text_alike_streamed_and_whole(engine, is_kept):
+def test_stop_strings_cut_streamed_and_whole_text_alike(engine, is_kept):
     async def main():
         async with http_harness(engine) as harness:
             (text,) = texts_of(await harness.complete(PROMPT, max_tokens=60))
@@ -169,7 +169,7 @@ def test_stop_strings_end_the_text_alike_streamed_and_whole(engine, is_kept):
     run(main())
 
 
-def test_the_engines_own_fields_are_honoured(engine):
+def test_engine_fields_are_honoured(engine):
     async def main():
         async with http_harness(engine) as harness:
 
@@ -196,7 +196,7 @@ def test_the_engines_own_fields_are_honoured(engine):
     run(main())
 
 
-def test_a_salt_keeps_the_prefix_cache_apart_and_usage_tells(engine):
+def test_cache_salt_separates_the_prefix_cache(engine):
     async def main():
         async with http_harness(engine) as harness:
 
@@ -213,7 +213,7 @@ def test_a_salt_keeps_the_prefix_cache_apart_and_usage_tells(engine):
     run(main())
 
 
-def test_chat_content_may_come_in_parts_and_developers_are_systems(engine):
+def test_chat_content_may_have_parts_and_developer_is_system(engine):
     async def main():
         async with http_harness(engine) as harness:
 
@@ -229,7 +229,7 @@ def test_chat_content_may_come_in_parts_and_developers_are_systems(engine):
     run(main())
 
 
-def test_tokens_go_there_and_back(engine):
+def test_tokenize_and_detokenize_round_trip(engine):
     async def main():
         async with http_harness(engine) as harness:
             text = "naïve 𝄞 the\n"
@@ -241,7 +241,7 @@ def test_tokens_go_there_and_back(engine):
     run(main())
 
 
-def test_an_id_is_the_requests_name_everywhere(engine):
+def test_request_id_is_used_everywhere(engine):
     async def main():
         async with http_harness(engine) as harness:
             body = await harness.complete(PROMPT, request_id="mine")
@@ -255,7 +255,7 @@ def test_an_id_is_the_requests_name_everywhere(engine):
     run(main())
 
 
-def test_the_page_comes_with_a_policy_that_lets_only_itself_run(engine):
+def test_page_has_a_policy_that_allows_only_its_own_scripts(engine):
     async def main():
         async with http_harness(engine) as harness:
             page = await harness.client.get("/")
@@ -268,7 +268,7 @@ def test_the_page_comes_with_a_policy_that_lets_only_itself_run(engine):
     run(main())
 
 
-def test_stats_are_the_engines_and_a_rate(engine):
+def test_stats_are_the_engines_counters_and_a_rate(engine):
     async def main():
         async with http_harness(engine) as harness:
             before = (await harness.client.get("/v1/stats")).json()

@@ -1,4 +1,4 @@
-"""The OpenAPI document says what the server does: schemathesis tries it, with every check on."""
+"""The OpenAPI document describes the server: schemathesis tests it with all checks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ bearer = "{KEY}"
 
 @pytest.mark.ci
 @pytest.mark.once
-def test_the_server_does_what_its_document_says(tmp_path):
+def test_server_conforms_to_its_openapi_document(tmp_path):
     config = tmp_path / "schemathesis.toml"
     config.write_text(CONFIG)
     command = [sys.executable, "-m", "schemathesis.cli", f"--config-file={config}", "run"]
@@ -62,7 +62,7 @@ def test_the_server_does_what_its_document_says(tmp_path):
     run(main(), timeout_s=180)
 
 
-def test_the_document_asks_for_keys_where_there_are_keys():
+def test_document_requires_keys_if_configured():
     async def main():
         engine = tiny_engine()[0]
         async with http_harness(engine) as harness:

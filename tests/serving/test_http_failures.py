@@ -1,4 +1,4 @@
-"""What happens when a request fails on the way: conflicts, errors in mid-stream, defects."""
+"""Failures of accepted requests: conflicts, errors in mid-stream, defects."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def engine() -> Engine:
     return tiny_engine()[0]
 
 
-def test_a_name_in_use_is_a_conflict_and_refusals_are_counted(engine):
+def test_request_id_in_use_is_a_conflict_and_counted(engine):
     async def main():
         brake = Brake(engine)
         try:
@@ -43,7 +43,7 @@ def test_a_name_in_use_is_a_conflict_and_refusals_are_counted(engine):
     run(main())
 
 
-def test_an_error_in_mid_stream_is_its_last_event(engine):
+def test_error_in_mid_stream_is_the_last_event(engine):
     async def main():
         Brake(engine, 0.01)
         try:
@@ -63,7 +63,7 @@ def test_an_error_in_mid_stream_is_its_last_event(engine):
     run(main())
 
 
-def test_a_defect_of_the_server_is_logged_and_shows_nothing_of_itself(engine, caplog, monkeypatch):
+def test_defect_is_logged_and_hidden_from_the_client(engine, caplog, monkeypatch):
     def broken(*args, **kwargs):
         raise RuntimeError("secret internals")
 

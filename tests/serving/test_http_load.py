@@ -1,4 +1,4 @@
-"""The HTTP server under pressure: bursts, clients that stall or leave, and the server's own end."""
+"""The HTTP server under load: bursts, slow or disconnecting clients, and shutdown."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def http_post(fields: dict, path: str = "/v1/completions", body: bytes | None = 
 async def connection(
     harness: HttpHarness, receive_buffer: int | None = None
 ) -> AsyncIterator[Connection]:
-    """A bare one: HTTP clients are slower than the server that is tried here."""
+    """A bare connection: HTTP clients are slower than the server under test."""
     with socket.socket() as sock:
         if receive_buffer is not None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
@@ -63,7 +63,7 @@ async def connection(
                 await writer.wait_closed()
 
 
-def test_of_500_clients_at_once_a_full_queue_is_taken_and_the_rest_told_at_once(engine, brake):
+def test_burst_of_500_clients_fills_the_queue_and_refuses_the_rest(engine, brake):
     limits = LimitsConfig(max_waiting=64)
     request = http_post({**GREEDY, "prompt": "x", "max_tokens": 2})
 
@@ -104,7 +104,7 @@ def test_of_500_clients_at_once_a_full_queue_is_taken_and_the_rest_told_at_once(
     run(main())
 
 
-def test_a_full_queue_is_told_before_the_body_is_read(engine, brake):
+def test_full_queue_is_reported_before_the_body_is_read(engine, brake):
     async def main():
         async with http_harness(engine, LimitsConfig(max_waiting=0)) as harness:
             brake.hold()
@@ -120,7 +120,7 @@ def test_a_full_queue_is_told_before_the_body_is_read(engine, brake):
     run(main())
 
 
-def test_several_prompts_are_taken_together_or_not_at_all(engine, brake):
+def test_several_prompts_are_accepted_together_or_not_at_all(engine, brake):
     async def main():
         async with http_harness(engine, LimitsConfig(max_waiting=2)) as harness:
             brake.hold()
@@ -151,7 +151,7 @@ FLOOD = {
 
 
 async def flood(harness: HttpHarness, writer: asyncio.StreamWriter) -> Stream:
-    """Ask for a lot and read nothing; the request behind it."""
+    """Request a long output and read none of it; returns its stream."""
     writer.transport.pause_reading()  # type: ignore[attr-defined]
     while not (connections := harness.server._server.server_state.connections):
         await asyncio.sleep(0.005)
@@ -165,7 +165,7 @@ async def flood(harness: HttpHarness, writer: asyncio.StreamWriter) -> Stream:
 
 
 async def rest_of(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
-    """What was sent until the connection closed, however it did."""
+    """The bytes received until the connection was closed or reset."""
     writer.transport.resume_reading()  # type: ignore[attr-defined]
     parts = []
     with contextlib.suppress(ConnectionError):
@@ -174,7 +174,7 @@ async def rest_of(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
     return b"".join(parts).decode("utf-8", "replace")
 
 
-def test_a_client_that_takes_no_byte_is_cut_in_time_and_nobody_waits_for_it(engine):
+def test_client_that_reads_nothing_is_cut_off_in_time(engine):
     async def main():
         limits = LimitsConfig(send_timeout_s=0.5, max_unread_tokens=10**6)
         async with (
@@ -193,7 +193,7 @@ def test_a_client_that_takes_no_byte_is_cut_in_time_and_nobody_waits_for_it(engi
     run(main())
 
 
-def test_a_client_that_reads_too_slowly_loses_its_request_and_its_pages(engine):
+def test_slow_reader_loses_its_request_and_pages(engine):
     async def main():
         limits = LimitsConfig(max_unread_tokens=100)
         async with (
@@ -211,7 +211,7 @@ def test_a_client_that_reads_too_slowly_loses_its_request_and_its_pages(engine):
     run(main())
 
 
-def test_a_body_that_does_not_come_is_not_waited_for(engine):
+def test_missing_body_times_out(engine):
     async def main():
         limits = LimitsConfig(send_timeout_s=0.2)
         async with http_harness(engine, limits) as harness, connection(harness) as (reader, writer):
@@ -222,7 +222,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(engine):
     run(main())
 
 
-def test_headers_that_do_not_end_are_not_waited_for(engine):
+def test_unfinished_headers_time_out(engine):
     async def main():
         async with http_harness(engine, keepalive_s=1.0) as harness:
             for sent in (b"", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Slow: "):
@@ -233,7 +233,7 @@ def test_headers_that_do_not_end_are_not_waited_for(engine):
     run(main())
 
 
-def test_a_client_that_leaves_while_it_sends_costs_nothing(engine):
+def test_disconnect_while_sending_costs_nothing(engine):
     async def main():
         async with http_harness(engine) as harness:
             async with connection(harness) as (_, writer):
@@ -247,7 +247,7 @@ def test_a_client_that_leaves_while_it_sends_costs_nothing(engine):
     run(main())
 
 
-def test_the_end_of_the_server_cuts_what_does_not_finish_in_time(engine, brake):
+def test_stop_aborts_what_does_not_finish_in_time(engine, brake):
     async def main():
         async with http_harness(engine) as harness:
             brake.seconds = 0.01
@@ -264,7 +264,7 @@ def test_the_end_of_the_server_cuts_what_does_not_finish_in_time(engine, brake):
     run(main())
 
 
-def test_the_end_of_the_server_waits_for_what_finishes_in_time(engine, brake):
+def test_stop_waits_for_what_finishes_in_time(engine, brake):
     async def main():
         async with http_harness(engine) as harness:
             brake.seconds = 0.005
@@ -281,7 +281,7 @@ def test_the_end_of_the_server_waits_for_what_finishes_in_time(engine, brake):
     run(main())
 
 
-def test_a_port_in_use_is_an_error_that_names_it(engine):
+def test_port_in_use_is_an_error_that_names_it(engine):
     async def main():
         async with http_harness(engine) as harness:
             port = int(harness.url.rpartition(":")[2])
@@ -293,7 +293,7 @@ def test_a_port_in_use_is_an_error_that_names_it(engine):
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl here")
-def test_curl_gets_the_events_of_a_stream(engine):
+def test_curl_receives_the_events_of_a_stream(engine):
     async def main():
         async with http_harness(engine) as harness:
             fields = {**GREEDY, "prompt": "the", "max_tokens": 5, "stream": True}

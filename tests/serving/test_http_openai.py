@@ -37,7 +37,7 @@ def client_of(harness: HttpHarness, key: str = "none", **options: Any) -> openai
     return openai.AsyncOpenAI(base_url=f"{harness.url}/v1", api_key=key, **options)
 
 
-def test_completions_whole_and_streamed_are_the_same(engine):
+def test_completions_are_the_same_whole_and_streamed(engine):
     async def main():
         async with http_harness(engine) as harness, client_of(harness) as client:
             ask: Any = {"model": "tiny", "prompt": "the", "max_tokens": 40, "temperature": 0}
@@ -60,7 +60,7 @@ def test_completions_whole_and_streamed_are_the_same(engine):
     run(main())
 
 
-def test_chat_whole_and_streamed_are_the_same(engine):
+def test_chat_is_the_same_whole_and_streamed(engine):
     async def main():
         async with http_harness(engine) as harness, client_of(harness) as client:
             ask: Any = {"model": "tiny", "messages": MESSAGES, "max_tokens": 30, "temperature": 0}
@@ -79,7 +79,7 @@ def test_chat_whole_and_streamed_are_the_same(engine):
     run(main())
 
 
-def test_samples_are_told_apart_and_a_seed_repeats_them(engine):
+def test_samples_have_indices_and_a_seed_repeats_them(engine):
     async def main():
         async with http_harness(engine) as harness, client_of(harness) as client:
             ask: Any = {"model": "tiny", "messages": MESSAGES, "max_completion_tokens": 12}
@@ -97,7 +97,7 @@ def test_samples_are_told_apart_and_a_seed_repeats_them(engine):
     run(main())
 
 
-def test_logprobs_of_chat_have_as_many_entries_as_tokens(engine):
+def test_chat_logprobs_have_an_entry_a_token(engine):
     async def main():
         async with http_harness(engine) as harness, client_of(harness) as client:
             ask: Any = {"model": "tiny", "messages": MESSAGES, "max_tokens": 9, "temperature": 0}
@@ -121,7 +121,7 @@ def test_logprobs_of_chat_have_as_many_entries_as_tokens(engine):
     run(main())
 
 
-def test_the_synchronous_client_works_too(engine):
+def test_synchronous_openai_client_works(engine):
     async def main():
         async with http_harness(engine) as harness:
 
@@ -138,7 +138,7 @@ def test_the_synchronous_client_works_too(engine):
     run(main())
 
 
-def test_errors_become_the_classes_that_the_client_has_for_them(engine, brake):
+def test_errors_raise_the_openai_clients_classes(engine, brake):
     async def main():
         keys = ApiKeys([("a", "sk-good-one")])
         limits = LimitsConfig(max_waiting=0)
@@ -171,7 +171,7 @@ def test_errors_become_the_classes_that_the_client_has_for_them(engine, brake):
     run(main())
 
 
-def test_the_client_tries_again_where_the_server_says_when(engine, brake):
+def test_openai_client_retries_after_the_servers_delay(engine, brake):
     async def main():
         limits = LimitsConfig(max_waiting=0)
         async with (
@@ -189,7 +189,7 @@ def test_the_client_tries_again_where_the_server_says_when(engine, brake):
     run(main())
 
 
-def test_a_client_that_times_out_frees_its_pages(engine, brake):
+def test_client_timeout_frees_pages(engine, brake):
     async def main():
         async with http_harness(engine) as harness, client_of(harness, timeout=0.3) as client:
             brake.seconds = 0.05
@@ -200,7 +200,7 @@ def test_a_client_that_times_out_frees_its_pages(engine, brake):
     run(main())
 
 
-def test_a_deadline_is_an_error_that_the_client_does_not_repeat(engine, brake):
+def test_deadline_error_is_not_retried_by_the_openai_client(engine, brake):
     async def main():
         async with http_harness(engine) as harness, client_of(harness, max_retries=2) as client:
             brake.seconds = 0.02
@@ -222,7 +222,7 @@ def test_a_deadline_is_an_error_that_the_client_does_not_repeat(engine, brake):
 
 
 @pytest.mark.parametrize("path", ["chat", "completions"])
-def test_a_client_that_leaves_in_mid_stream_frees_its_pages(engine, brake, path):
+def test_disconnect_in_mid_stream_frees_pages(engine, brake, path):
     async def main():
         brake.seconds = 0.02
         async with http_harness(engine) as harness, client_of(harness) as client:
@@ -241,7 +241,7 @@ def test_a_client_that_leaves_in_mid_stream_frees_its_pages(engine, brake, path)
     run(main())
 
 
-def test_a_client_that_leaves_before_its_answer_frees_its_pages(engine, brake):
+def test_disconnect_before_the_response_frees_pages(engine, brake):
     async def main():
         brake.seconds = 0.02
         async with http_harness(engine) as harness:

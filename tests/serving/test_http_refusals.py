@@ -1,4 +1,4 @@
-"""What the HTTP server refuses: each by its status, in OpenAI's shape, with the field at fault."""
+"""Refusals of the HTTP server: status, OpenAI's error shape and the field at fault."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ UNSUPPORTED = {
 }
 
 
-def test_what_openai_has_and_this_server_has_not_is_refused_by_name(engine):
+def test_unsupported_openai_field_is_refused_by_name(engine):
     async def main():
         async with http_harness(engine) as harness:
             for name in UNSUPPORTED_CHAT:
@@ -55,7 +55,7 @@ def test_what_openai_has_and_this_server_has_not_is_refused_by_name(engine):
     run(main())
 
 
-def test_what_asks_for_nothing_is_taken(engine):
+def test_unsupported_field_that_requests_nothing_is_accepted(engine):
     async def main():
         async with http_harness(engine) as harness:
             nothing = {name: value for name, values in UNSUPPORTED_CHAT.items() for value in values}
@@ -103,7 +103,7 @@ BAD_FIELDS = [
 ]
 
 
-def test_a_bad_field_is_refused_by_its_name_at_both_endpoints(engine):
+def test_bad_field_is_refused_by_name_at_both_endpoints(engine):
     async def main():
         async with http_harness(engine) as harness:
             for fields, param in BAD_FIELDS:
@@ -138,7 +138,7 @@ def test_a_bad_field_is_refused_by_its_name_at_both_endpoints(engine):
         ({"prompt": ["x"] * 400}, "prompt"),
     ],
 )
-def test_a_bad_prompt_is_refused(engine, fields, param):
+def test_bad_prompt_is_refused(engine, fields, param):
     async def main():
         async with http_harness(engine) as harness:
             assert error_of(await harness.ask(**fields))["param"] == param
@@ -175,7 +175,7 @@ def test_a_bad_prompt_is_refused(engine, fields, param):
         ({"messages": MESSAGES, "prompt": "x"}, "prompt"),
     ],
 )
-def test_a_bad_conversation_is_refused(engine, fields, param):
+def test_bad_conversation_is_refused(engine, fields, param):
     async def main():
         async with http_harness(engine) as harness:
             error = error_of(await harness.ask(CHAT, **fields))
@@ -206,7 +206,7 @@ def test_bad_token_requests_are_refused(engine, path, fields, param):
     run(main())
 
 
-def test_all_problems_of_a_body_are_told_at_once(engine):
+def test_body_problems_are_listed_together(engine):
     async def main():
         async with http_harness(engine) as harness:
             error = error_of(await harness.ask(prompt="x", n=0, what=1, top_p=7))
@@ -215,7 +215,7 @@ def test_all_problems_of_a_body_are_told_at_once(engine):
     run(main())
 
 
-def test_bodies_are_json_of_a_bounded_size(engine):
+def test_body_must_be_json_of_bounded_size(engine):
     async def main():
         limits = LimitsConfig(max_body_bytes=1000, max_nesting=4)
         async with http_harness(engine, limits) as harness:
@@ -243,7 +243,7 @@ def test_bodies_are_json_of_a_bounded_size(engine):
     run(main())
 
 
-def test_a_large_body_is_read_beside_the_event_loop(engine):
+def test_large_body_is_parsed_outside_the_event_loop(engine):
     async def main():
         async with http_harness(engine) as harness:
             error = error_of(await harness.ask(prompt="x" * 2**19))
@@ -252,7 +252,7 @@ def test_a_large_body_is_read_beside_the_event_loop(engine):
     run(main())
 
 
-def test_keys_guard_what_costs_and_leave_probes_and_the_page_open(engine):
+def test_keys_guard_the_api_but_not_probes_and_the_page(engine):
     async def main():
         async with http_harness(engine, keys=ApiKeys([("a", "sk-good-one")])) as harness:
             guarded = ["/v1/models", "/v1/models/tiny", "/v1/stats", "/metrics"]
@@ -278,7 +278,7 @@ def test_keys_guard_what_costs_and_leave_probes_and_the_page_open(engine):
     run(main())
 
 
-def test_unknown_paths_and_methods_are_told_in_the_same_shape(engine):
+def test_unknown_paths_and_methods_have_openai_errors(engine):
     async def main():
         async with http_harness(engine) as harness:
             assert "/v1/responses" in error_of(await harness.ask("/v1/responses"), 404)["message"]
@@ -292,7 +292,7 @@ def test_unknown_paths_and_methods_are_told_in_the_same_shape(engine):
     run(main())
 
 
-def test_every_answer_has_an_id_and_the_security_headers(engine):
+def test_every_response_has_an_id_and_the_security_headers(engine):
     async def main():
         async with http_harness(engine) as harness:
             for path in ("/health/live", "/", "/nothing", "/metrics"):
@@ -307,7 +307,7 @@ def test_every_answer_has_an_id_and_the_security_headers(engine):
     run(main())
 
 
-def test_other_origins_may_call_only_where_the_config_lets_them(engine):
+def test_cors_allows_only_configured_origins(engine):
     async def main():
         origin = "https://app.example"
         asks = {"origin": origin, "access-control-request-method": "POST"}

@@ -1,4 +1,4 @@
-"""HTTPS: with a made certificate, and with one asked of the client."""
+"""HTTPS, with generated certificates of the server and of clients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def status_of(url: str, context: ssl.SSLContext) -> int:
         return (await client.get(f"{url}/v1/models")).status_code
 
 
-def test_a_client_that_trusts_the_authority_is_served_and_others_do_not_trust_us(engine, tmp_path):
+def test_tls_client_is_served_if_it_trusts_the_authority(engine, tmp_path):
     authority = make_authority(tmp_path, "authority")
     stranger = make_authority(tmp_path, "stranger")
     server = make_signed(tmp_path, "server", authority)
@@ -42,7 +42,7 @@ def test_a_client_that_trusts_the_authority_is_served_and_others_do_not_trust_us
     run(main())
 
 
-def test_a_client_authority_asks_for_a_certificate(engine, tmp_path):
+def test_mutual_tls_requires_a_client_certificate(engine, tmp_path):
     authority = make_authority(tmp_path, "authority")
     server = make_signed(tmp_path, "server", authority)
     own = make_signed(tmp_path, "client", authority)
@@ -59,7 +59,7 @@ def test_a_client_authority_asks_for_a_certificate(engine, tmp_path):
     run(main())
 
 
-def test_a_missing_certificate_is_an_error_at_the_start(engine, tmp_path):
+def test_missing_certificate_is_an_error_at_startup(engine, tmp_path):
     tls = TlsConfig(str(tmp_path / "absent.pem"), str(tmp_path / "absent.key"))
 
     async def main():

@@ -1,4 +1,4 @@
-"""Metrics: what Prometheus reads is what has happened, by prometheus_client's own parser."""
+"""Metrics, as prometheus_client's own parser reads them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def ask(max_tokens: int = 8, prompt: Prompt = "a prompt", **named) -> Generation
 
 
 def samples(metrics: Metrics) -> dict[tuple[str, ...], float]:
-    """By name and label values, as the parser reads them."""
+    """All samples by name and label values."""
     body, content_type = metrics.render()
     assert content_type.startswith("text/plain")
     return {
@@ -49,7 +49,7 @@ def samples(metrics: Metrics) -> dict[tuple[str, ...], float]:
 
 
 def counters(metrics: Metrics) -> dict[tuple[str, ...], float]:
-    """Whatever must never fall: counters and the parts of histograms."""
+    """The samples that must never decrease: counters and the parts of histograms."""
     return {
         (sample.name, *sample.labels.values()): sample.value
         for family in text_string_to_metric_families(metrics.render()[0].decode())
@@ -86,7 +86,7 @@ def test_tokens_and_latencies_of_a_request_are_counted(engine):
     run(main())
 
 
-def test_gaps_between_tokens_are_those_of_one_sample():
+def test_inter_token_latency_is_that_of_one_sample():
     metrics = Metrics()
     request = ask(params={"n": 3, "temperature": 1.0})
     stream = Stream(request, "a", [1, 2], time.monotonic() + 9, on_cancel=lambda stream: None)
@@ -101,7 +101,7 @@ def test_gaps_between_tokens_are_those_of_one_sample():
     assert now["jaxinfer_inter_token_seconds_sum",] == pytest.approx(9 * 0.02, rel=0.9)
 
 
-def test_every_end_has_its_outcome(engine):
+def test_every_request_has_an_outcome(engine):
     async def main():
         metrics = Metrics()
         limits = LimitsConfig(max_unread_tokens=10)
@@ -134,7 +134,7 @@ def test_every_end_has_its_outcome(engine):
     run(main())
 
 
-def test_pages_and_places_are_those_of_the_engine(engine):
+def test_page_and_request_gauges_are_the_engines(engine):
     async def main():
         metrics, brake = Metrics(), Brake(engine)
         async with tiny_service(engine, observers=(metrics.observer,)) as service:
@@ -163,7 +163,7 @@ def test_pages_and_places_are_those_of_the_engine(engine):
     run(main())
 
 
-def test_tokens_found_in_the_prefix_cache_are_counted(engine):
+def test_prefix_cache_hits_are_counted(engine):
     async def main():
         metrics = Metrics()
         prompt = list(range(5, 45))  # five pages of eight
@@ -206,7 +206,7 @@ def test_counters_never_fall(engine):
     run(main())
 
 
-def test_labels_take_no_value_that_a_client_chooses(engine):
+def test_labels_have_no_value_chosen_by_a_client(engine):
     async def main():
         metrics = Metrics()
         async with tiny_service(engine, observers=(metrics.observer,)) as service:
@@ -220,7 +220,7 @@ def test_labels_take_no_value_that_a_client_chooses(engine):
     run(main())
 
 
-def test_the_state_of_the_server_is_one_of_its_states():
+def test_server_state_is_one_of_its_states():
     health = Health()
     metrics = Metrics(health)
     for state in State:
@@ -232,7 +232,7 @@ def test_the_state_of_the_server_is_one_of_its_states():
     assert "model" not in build  # nothing is loaded yet
 
 
-def test_a_value_is_counted_under_the_first_bound_that_holds_it():
+def test_histogram_counts_values_under_the_first_bound():
     histogram = Histogram(LATENCIES_S)
     assert LATENCIES_S[0] == 0.001 and LATENCIES_S[-1] == 100 and len(LATENCIES_S) == 16
     for value in (0.0005, 0.001, 0.0011, 100.0, 1000.0):
@@ -243,7 +243,7 @@ def test_a_value_is_counted_under_the_first_bound_that_holds_it():
     assert histogram.sum == pytest.approx(1100.0026)
 
 
-def test_a_token_costs_microseconds():
+def test_observing_a_token_costs_microseconds():
     metrics = Metrics()
     stream = Stream(ask(), "a", [1], time.monotonic() + 9, on_cancel=lambda stream: None)
     delta = Delta(0, "x", [5], [], None)
@@ -258,7 +258,7 @@ def test_a_token_costs_microseconds():
     assert min(tries) < 10e-6  # about 1e-6 on one core of an AMD EPYC
 
 
-def test_a_request_cut_in_one_of_its_samples_counts_as_cut():
+def test_request_with_one_truncated_sample_counts_as_length():
     metrics = Metrics()
     for reasons in ((FinishReason.STOP, FinishReason.LENGTH), (FinishReason.STOP,) * 2):
         request = ask(params={"n": 2, "temperature": 1.0})

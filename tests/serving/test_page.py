@@ -1,4 +1,4 @@
-"""The chat page, as its users meet it: typed into, watched, stopped, reloaded, in real Chromium."""
+"""The chat page in a real Chromium: typing, streaming, stopping, reloading."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def bench() -> Iterator[Bench]:
 
 
 async def whole_answer(site: Site, question: str, **fields: Any) -> str:
-    """What the server says without a page."""
+    """The server's text for the same conversation, without the page."""
     chat = Chat([{"role": "user", "content": question}])
     request = GenerationRequest(chat, site.service.params(fields))
     return (await (await site.service.generate(request)).collect()).samples[0].text
 
 
-def test_tokens_arrive_one_after_another_and_join_to_the_whole_answer(bench):
+def test_page_shows_tokens_as_they_arrive_up_to_the_whole_text(bench):
     async def main():
         async with bench.site() as site:
             whole = await whole_answer(site, "Hello?", temperature=0, max_tokens=24)
@@ -71,7 +71,7 @@ def test_tokens_arrive_one_after_another_and_join_to_the_whole_answer(bench):
 
 
 @pytest.mark.parametrize("how", ["button", "Escape"])
-def test_stop_keeps_what_came_and_frees_the_pages(bench, how):
+def test_stop_button_keeps_the_text_and_frees_pages(bench, how):
     async def main():
         async with bench.site() as site:
             await site.open()
@@ -96,7 +96,7 @@ def test_stop_keeps_what_came_and_frees_the_pages(bench, how):
     bench.run(main())
 
 
-def test_a_reload_ends_the_answer_and_keeps_the_conversation(bench):
+def test_reload_cancels_the_request_and_keeps_the_conversation(bench):
     async def main():
         async with bench.site() as site:
             await site.open()
@@ -116,7 +116,7 @@ def test_a_reload_ends_the_answer_and_keeps_the_conversation(bench):
     bench.run(main())
 
 
-def test_a_closed_tab_frees_the_pages(bench):
+def test_closed_tab_frees_pages(bench):
     async def main():
         async with bench.site() as site:
             await site.open()
@@ -128,7 +128,7 @@ def test_a_closed_tab_frees_the_pages(bench):
     bench.run(main())
 
 
-def test_what_is_sent_is_the_conversation_and_the_settings_that_were_set(bench):
+def test_page_sends_the_conversation_and_the_changed_settings(bench):
     async def main():
         async with bench.site() as site:
             bodies: list[Any] = []
@@ -170,7 +170,7 @@ def test_what_is_sent_is_the_conversation_and_the_settings_that_were_set(bench):
     bench.run(main())
 
 
-def test_the_figures_follow_the_server_while_somebody_looks(bench):
+def test_page_stats_follow_the_server_while_visible(bench):
     async def main():
         async with bench.site() as site:
             polls: list[Any] = []
@@ -209,7 +209,7 @@ MARKUP = (
 )
 
 
-def test_what_the_model_the_server_and_the_user_say_is_text_and_never_markup(bench):
+def test_page_never_renders_text_as_markup(bench):
     async def main():
         async with bench.site() as site:
             page = site.page
@@ -248,7 +248,7 @@ async def problem_of(site: Site) -> str:
     return await site.page.locator(".problem:visible").last.inner_text()
 
 
-def test_a_key_is_asked_for_kept_in_the_tab_alone_and_sent(bench, tmp_path):
+def test_page_asks_for_a_key_and_keeps_it_in_the_tab(bench, tmp_path):
     path = tmp_path / "keys"
     path.write_text(f"ada:{KEY}\n")
     path.chmod(0o600)
@@ -279,7 +279,7 @@ def test_a_key_is_asked_for_kept_in_the_tab_alone_and_sent(bench, tmp_path):
     bench.run(main())
 
 
-def test_refusals_of_the_server_are_told_in_words(bench):
+def test_page_explains_refusals_in_words(bench):
     async def main():
         async with bench.site(limits=LimitsConfig(max_waiting=0)) as site:
             await site.open()
@@ -318,7 +318,7 @@ def test_refusals_of_the_server_are_told_in_words(bench):
     bench.run(main())
 
 
-def test_an_answer_that_breaks_off_says_so_and_keeps_what_came(bench):
+def test_page_reports_a_broken_stream_and_keeps_the_text(bench):
     async def main():
         async with bench.site() as site:
             page = site.page
@@ -342,7 +342,7 @@ def test_an_answer_that_breaks_off_says_so_and_keeps_what_came(bench):
     bench.run(main())
 
 
-def test_a_new_chat_can_be_undone(bench):
+def test_new_chat_can_be_undone(bench):
     async def main():
         async with bench.site() as site:
             await site.fakes_answer("Well, ", "hello.")

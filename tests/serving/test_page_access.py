@@ -1,4 +1,4 @@
-"""The chat page for everybody: keyboard alone, phones, light and dark; and its one static file."""
+"""Accessibility of the chat page (keyboard, phones, contrast), and its one static file."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def contrast(one: str, other: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
-def test_contrast_is_that_of_wcag():
+def test_contrast_formula_is_that_of_wcag():
     assert contrast("rgb(0, 0, 0)", "rgb(255, 255, 255)") == pytest.approx(21)
     assert contrast("rgb(119, 119, 119)", "rgb(255, 255, 255)") == pytest.approx(4.48, abs=0.01)
 
 
 async def fill(site: Site) -> None:
-    """A conversation with everything in it: code, a wide word, figures, a note, a problem."""
+    """Show a conversation with every kind of element: code, a wide word, stats, an error."""
     pieces = ("# A title\n\nSome `code` in **bold** text, and\n```\n" + "wide " * 60 + "\n```\n",)
     await site.fakes_answer(*pieces, "long" * 60)
     await site.ask("question" * 20)
@@ -73,7 +73,7 @@ async def fill(site: Site) -> None:
 
 @pytest.mark.browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_all_text_stands_out_in_light_and_in_dark(bench, scheme):
+def test_text_contrast_suffices_in_light_and_dark(bench, scheme):
     async def main():
         async with bench.site(color_scheme=scheme) as site:
             await site.open()
@@ -90,7 +90,7 @@ def test_all_text_stands_out_in_light_and_in_dark(bench, scheme):
 
 
 @pytest.mark.browser
-def test_a_phone_shows_everything_without_scrolling_sideways(bench):
+def test_page_fits_a_phone_without_horizontal_scrolling(bench):
     async def main():
         async with bench.site(**PHONE) as site:
             page = site.page
@@ -125,7 +125,7 @@ async def is_narrow(page: Any, selector: str) -> None:
 
 
 @pytest.mark.browser
-def test_everything_works_from_the_keyboard_alone(bench):
+def test_page_works_from_the_keyboard_alone(bench):
     async def main():
         async with bench.site() as site:
             page, keyboard = site.page, site.page.keyboard
@@ -165,7 +165,7 @@ def test_everything_works_from_the_keyboard_alone(bench):
 
 
 async def tab_stops(page: Any) -> list[list[Any]]:
-    """By Tab through the whole page: who it is, its accessible name, whether its focus shows."""
+    """Tab through the page: each element, its accessible name, whether its focus is visible."""
     look = """() => {
       const node = document.activeElement;
       const labels = [...(node.labels ?? [])].map((label) => label.textContent).join();
@@ -186,7 +186,7 @@ async def tab_stops(page: Any) -> list[list[Any]]:
 
 
 @pytest.mark.browser
-def test_a_sheet_of_settings_is_left_by_escape_without_stopping_the_answer(bench):
+def test_escape_closes_the_settings_without_stopping_the_stream(bench):
     async def main():
         async with bench.site(**PHONE) as site:
             await site.open()
@@ -202,7 +202,7 @@ def test_a_sheet_of_settings_is_left_by_escape_without_stopping_the_answer(bench
     bench.run(main())
 
 
-def test_the_page_is_one_file_that_its_policy_can_pin():
+def test_page_is_one_file_that_its_policy_can_pin():
     text = PAGE.read_text(encoding="utf-8")
     assert text.count("<style>") == text.count("<script>") == 1
     assert not re.search(r"<[^>]*\s(style|on\w+|src|srcset)\s*=", text), "nothing inline or outside"
@@ -213,7 +213,7 @@ def test_the_page_is_one_file_that_its_policy_can_pin():
 
 
 @pytest.mark.browser
-def test_the_page_comes_with_a_policy_that_allows_nothing_else(bench):
+def test_page_has_a_policy_that_allows_nothing_else(bench):
     async def main():
         async with bench.site() as site:
             response = await site.page.goto(site.url)

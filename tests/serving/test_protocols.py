@@ -1,4 +1,4 @@
-"""The same behaviours over both protocols of one service: HTTP and gRPC may not differ in them.
+"""Behaviour that HTTP and gRPC have in common, tested over both protocols of one service.
 
 What is peculiar to a protocol is tested beside it (test_http_*.py, test_grpc_*.py).
 """
@@ -74,7 +74,7 @@ STREAMS: list[tuple[Any, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("prompt", "fields"), STREAMS)
-def test_deltas_join_to_the_whole_answer_and_both_doors_say_the_same(engine, prompt, fields):
+def test_deltas_join_to_the_whole_text_alike_over_both_protocols(engine, prompt, fields):
     async def main():
         async with both_protocols(engine) as both:
             wholes = [await caller.whole(prompt, **fields) for caller in both.callers.values()]
@@ -85,7 +85,7 @@ def test_deltas_join_to_the_whole_answer_and_both_doors_say_the_same(engine, pro
     run(main())
 
 
-def test_both_doors_side_by_side_do_not_disturb_each_other(engine):
+def test_protocols_do_not_interfere_with_each_other(engine):
     async def main():
         fields = {"max_tokens": 25, "temperature": 1.0, "ignore_eos": True}
         async with both_protocols(engine) as both:
@@ -116,7 +116,7 @@ REFUSALS: list[tuple[dict[str, Any], ErrorKind, str | None]] = [
 
 
 @pytest.mark.parametrize(("fields", "kind", "field"), REFUSALS)
-def test_what_cannot_be_served_is_refused_by_name(engine, protocol, fields, kind, field):
+def test_unservable_request_is_refused_by_name(engine, protocol, fields, kind, field):
     async def main():
         async with both_protocols(engine) as both:
             caller = both.callers[protocol]
@@ -128,7 +128,7 @@ def test_what_cannot_be_served_is_refused_by_name(engine, protocol, fields, kind
     run(main())
 
 
-def test_a_full_queue_says_when_to_come_again(engine, brake, protocol):
+def test_full_queue_error_has_a_retry_delay(engine, brake, protocol):
     async def main():
         async with both_protocols(engine, max_waiting=1) as both:
             brake.hold()
@@ -147,7 +147,7 @@ def test_a_full_queue_says_when_to_come_again(engine, brake, protocol):
     run(main())
 
 
-def test_a_deadline_that_passes_is_named(engine, brake, protocol):
+def test_passed_deadline_is_named(engine, brake, protocol):
     async def main():
         brake.seconds = 0.02
         async with both_protocols(engine) as both:
@@ -158,7 +158,7 @@ def test_a_deadline_that_passes_is_named(engine, brake, protocol):
     run(main())
 
 
-def test_an_id_is_used_once_at_a_time(engine, brake, protocol):
+def test_request_id_is_used_once_at_a_time(engine, brake, protocol):
     async def main():
         async with both_protocols(engine) as both:
             brake.hold()
@@ -177,7 +177,7 @@ def test_an_id_is_used_once_at_a_time(engine, brake, protocol):
     run(main())
 
 
-def test_who_leaves_gives_the_pages_back(engine, brake, protocol):
+def test_disconnected_client_frees_pages(engine, brake, protocol):
     async def main():
         brake.seconds = 0.005
         async with both_protocols(engine) as both:
@@ -192,7 +192,7 @@ def test_who_leaves_gives_the_pages_back(engine, brake, protocol):
     run(main())
 
 
-def test_a_waiting_client_that_leaves_is_forgotten(engine, brake, protocol):
+def test_disconnected_waiting_client_is_removed(engine, brake, protocol):
     async def main():
         async with both_protocols(engine) as both:
             brake.hold()
@@ -209,7 +209,7 @@ def test_a_waiting_client_that_leaves_is_forgotten(engine, brake, protocol):
     run(main())
 
 
-def test_a_draining_server_finishes_what_it_has_and_takes_no_more(engine, brake, protocol):
+def test_draining_server_finishes_its_requests_and_refuses_new_ones(engine, brake, protocol):
     async def main():
         brake.seconds = 0.005
         async with both_protocols(engine) as both:
@@ -230,7 +230,7 @@ def test_a_draining_server_finishes_what_it_has_and_takes_no_more(engine, brake,
     run(main())
 
 
-def test_a_dead_engine_fails_what_is_under_way_with_its_reason(protocol):
+def test_failed_engine_fails_its_requests_with_its_reason(protocol):
     engine = tiny_engine()[0]
 
     async def main():
@@ -253,7 +253,7 @@ def test_a_dead_engine_fails_what_is_under_way_with_its_reason(protocol):
 
 
 @pytest.mark.parametrize("key", [None, "another-key-entirely"])
-def test_without_the_right_key_nobody_comes_in(engine, protocol, key):
+def test_wrong_key_is_refused(engine, protocol, key):
     async def main():
         keys = ApiKeys([("tests", KEY)])
         async with both_protocols(engine, keys=keys, key=key) as both:
@@ -266,7 +266,7 @@ def test_without_the_right_key_nobody_comes_in(engine, protocol, key):
     run(main())
 
 
-def test_a_door_says_through_which_one_a_request_came(engine):
+def test_request_records_its_protocol(engine):
     seen: list[GenerationRequest] = []
 
     async def main():
@@ -285,7 +285,7 @@ def test_a_door_says_through_which_one_a_request_came(engine):
     assert [(r.protocol, r.user) for r in seen] == [("http", "me"), ("grpc", "me")]
 
 
-def test_both_doors_take_the_same_roles(engine):
+def test_protocols_accept_the_same_roles(engine):
     async def main():
         async with both_protocols(engine) as both:
             say = lambda role: [{"role": role, "content": "hello"}]

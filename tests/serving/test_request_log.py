@@ -1,4 +1,4 @@
-"""The request log: one line a request, of JSON, with nothing in it that was not asked for."""
+"""The request log: one line of JSON a request, with texts only if configured."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def engine() -> Engine:
 
 @pytest.fixture
 def log():
-    """What is written; the logger is as it was afterwards."""
+    """The written lines; the logger is restored afterwards."""
     logger = logging.getLogger(LOGGER)
     before = list(logger.handlers), logger.level, logger.propagate
     out = io.StringIO()
@@ -54,7 +54,7 @@ def run(coroutine):
 
 
 def ended(request: GenerationRequest, *deltas: Delta, error: ServiceError | None = None, **config):
-    """Log a request that never saw an engine."""
+    """Log a request without an engine."""
     observer = request_log_observer(ServingConfig(**config))
     request_id = request.request_id or "some-id"
     deadline = time.monotonic() + 9
@@ -65,7 +65,7 @@ def ended(request: GenerationRequest, *deltas: Delta, error: ServiceError | None
     observer.on_end(stream)
 
 
-def test_a_request_is_one_line_with_its_figures(engine, log):
+def test_request_is_one_log_line_with_usage_and_timing(engine, log):
     async def main():
         observer = request_log_observer(ServingConfig())
         params = SamplingParams(temperature=0.5, max_tokens=9, ignore_eos=True, n=2, seed=3)
@@ -88,7 +88,7 @@ def test_a_request_is_one_line_with_its_figures(engine, log):
     run(main())
 
 
-def test_a_request_that_fails_says_how(engine, log):
+def test_failed_request_logs_its_error(engine, log):
     async def main():
         observer = request_log_observer(ServingConfig())
         async with tiny_service(engine, observers=(observer,)) as service:
@@ -103,7 +103,7 @@ def test_a_request_that_fails_says_how(engine, log):
     run(main())
 
 
-def test_prompt_and_output_are_logged_only_where_asked_for(log):
+def test_prompt_and_output_are_logged_only_if_configured(log):
     params = SamplingParams(stop=("END",), bad_words=["fie"])
     request = GenerationRequest("the prompt", params)
     deltas = (Delta(0, "an out", [5], [], None), Delta(0, "put", [6], [], None))
@@ -119,7 +119,7 @@ def test_prompt_and_output_are_logged_only_where_asked_for(log):
     assert entries(log)[3]["prompt"] == "[7,8]"
 
 
-def test_texts_in_the_log_are_bounded(log):
+def test_logged_texts_are_bounded(log):
     long = "x" * 10**6
     request = GenerationRequest(long, SamplingParams(), request_id=long, user=long)
     deltas = [Delta(0, "y" * 100, [5], [], None) for _ in range(1000)]
@@ -135,7 +135,7 @@ def test_texts_in_the_log_are_bounded(log):
 
 
 @pytest.mark.parametrize("bad", ["\n", "\r", "\x00", "\x1b[2J", "\x7f", "\x85", "\u2028", "\ud800"])
-def test_nobody_writes_a_line_or_a_control_character_into_the_log(log, bad):
+def test_clients_cannot_inject_lines_or_control_characters_into_the_log(log, bad):
     text = f'{bad}{{"id": "forged"}}{bad}'
     params = SamplingParams(stop=[text])
     request = GenerationRequest(text, params, request_id=text, user=text)
@@ -149,7 +149,7 @@ def test_nobody_writes_a_line_or_a_control_character_into_the_log(log, bad):
     assert entry["outputs"] == [text]
 
 
-def test_params_in_short_are_those_that_differ():
+def test_short_params_are_those_that_differ_from_defaults():
     assert short_params(SamplingParams()) == {}
     params = SamplingParams(
         max_tokens=None, logit_bias={1: 2.0, 3: 4.0}, allowed_token_ids=[1], ignore_eos=True
@@ -162,7 +162,7 @@ def test_params_in_short_are_those_that_differ():
     }
 
 
-def test_nothing_is_kept_of_requests_that_have_ended(engine, log):
+def test_log_state_of_ended_requests_is_released(engine, log):
     async def main():
         observer = request_log_observer(ServingConfig(log_prompts=True))
         kept = observer.on_delta.__self__._samples  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The server as a process: how it starts, and every way it ends."""
+"""The server as a process: its startup, and every way it shuts down."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WAIT_S = 60.0
 
 
 def options(**serving: Any) -> list[str]:
-    """As `key.path=value`: the tiny engine, compiled before it serves, on any free ports."""
+    """Overrides `key.path=value` for the tiny engine, compiled before it serves, on free ports."""
     serving = {"http_port": 0, "grpc_port": 0, "model_name": "tiny"} | serving
     tables = {**OPTIONS, "warm_up": True, "serving": serving}
     flat = []
@@ -42,7 +42,7 @@ def options(**serving: Any) -> list[str]:
 
 
 class Server:
-    """A process under test; everything it says on stderr is in `log`."""
+    """A process under test; `log` is its stderr."""
 
     def __init__(self, folder: Path, fault: str, **serving: Any):
         self._log = folder / "stderr"
@@ -72,7 +72,7 @@ class Server:
         self.process.send_signal(number)
 
     def until(self, is_so: Callable[[], Any]) -> None:
-        """Wait for something that a running server brings about."""
+        """Wait for a condition that the running server is to fulfil."""
         deadline = time.monotonic() + WAIT_S
         while not is_so():
             assert self.process.poll() is None, self.log
@@ -93,13 +93,13 @@ class Server:
         }
 
     def entries(self) -> list[dict[str, Any]]:
-        """Of the request log."""
+        """The entries of the request log."""
         return [json.loads(line) for line in self.log.splitlines() if line.startswith("{")]
 
 
 @contextlib.contextmanager
 def serving(folder: Path, fault: str, **config: Any) -> Iterator[Server]:
-    """Ready to serve; killed at the end, if it has not ended."""
+    """A server that is ready; it is killed at the end if it is still running."""
     server = Server(folder, fault, **config)
     try:
         server.wait_until_announced()
@@ -116,7 +116,7 @@ def end(server: Server) -> None:
 
 
 class Answer:
-    """A streamed completion under way."""
+    """An unfinished streamed completion."""
 
     def __init__(self, server: Server, max_tokens: int):
         body = {"prompt": "a prompt", "max_tokens": max_tokens, "stream": True, "ignore_eos": True}
@@ -130,7 +130,7 @@ class Answer:
         self._lines = self._response.iter_lines()
 
     def read_one(self) -> bool:
-        """Read up to the next event; False: it is over."""
+        """Read up to the next event; False at the end of the stream."""
         for line in self._lines:
             if line == "data: [DONE]":
                 self.is_done = True
@@ -143,7 +143,7 @@ class Answer:
         return False
 
     def read_all(self) -> None:
-        """To its end, whatever that is."""
+        """Read to the end, with or without an error."""
         with contextlib.suppress(httpx.TransportError):
             while self.read_one():
                 pass
@@ -172,7 +172,7 @@ def status(url: str) -> int | None:
         return None
 
 
-def test_a_server_that_loads_is_live_and_not_ready(tmp_path):
+def test_loading_server_is_live_but_not_ready(tmp_path):
     port = free_port()
     (checkpoint().parent / GO).unlink(missing_ok=True)
     server = Server(tmp_path, "load_waits", http_port=port, grpc_port=None)
@@ -184,7 +184,7 @@ def test_a_server_that_loads_is_live_and_not_ready(tmp_path):
             answer = httpx.get(url + path, timeout=WAIT_S)
             assert answer.status_code == 503 and int(answer.headers["retry-after"]) > 0
             assert "loaded" in answer.json()["error"]["message"]
-        server.signal(signal.SIGTERM)  # nothing is under way: no need to wait for the load
+        server.signal(signal.SIGTERM)  # there are no requests, so it need not wait for the load
         assert server.exit_code() == 0
         assert "while the model was loading" in server.log
     finally:
@@ -203,7 +203,7 @@ for line in response:
 """
 
 
-def test_clients_that_are_killed_and_a_sigterm_under_load(tmp_path):
+def test_sigterm_under_load_drains_after_clients_are_killed(tmp_path):
     with serving(tmp_path, "slow", drain_s=2.5) as server:
         assert server.get("/health/ready").status_code == 200
         assert grpc_health(server.grpc) == health_pb2.HealthCheckResponse.SERVING
@@ -247,7 +247,7 @@ def a_killed_client_gives_its_pages_back(server: Server) -> None:
     assert now["jaxinfer_requests_in_flight",] == 0
 
 
-def test_a_second_signal_ends_at_once(tmp_path):
+def test_second_signal_stops_at_once(tmp_path):
     with serving(tmp_path, "slow", grpc_port=None) as server:
         answer = Answer(server, LONG)
         assert answer.read_one()
@@ -264,7 +264,7 @@ def test_a_second_signal_ends_at_once(tmp_path):
     ("fault", "reason"),
     [("die", "the device is gone"), ("stick", "a step has not returned")],
 )
-def test_a_lost_engine_fails_its_requests_and_ends_the_process(tmp_path, fault, reason):
+def test_lost_engine_fails_its_requests_and_ends_the_process(tmp_path, fault, reason):
     with serving(tmp_path, fault, watchdog_s=1.0) as server:
         answers = [Answer(server, LONG) for _ in range(2)]
         for answer in answers:
@@ -279,7 +279,7 @@ def test_a_lost_engine_fails_its_requests_and_ends_the_process(tmp_path, fault, 
         assert {entry["error"] for entry in server.entries()} == {"internal"}
 
 
-def test_a_stuck_step_does_not_hold_up_the_end_where_nothing_watches(tmp_path):
+def test_stuck_step_does_not_delay_shutdown_without_a_watchdog(tmp_path):
     with serving(tmp_path, "stick", watchdog_s=0, drain_s=0.2, grpc_port=None) as server:
         answers = [Answer(server, LONG) for _ in range(2)]
         server.until(lambda: server.metrics()["jaxinfer_output_tokens_total",] >= 40)
@@ -291,7 +291,7 @@ def test_a_stuck_step_does_not_hold_up_the_end_where_nothing_watches(tmp_path):
         assert "the engine's thread did not end" in server.log and "in stick" in server.log
 
 
-def test_a_process_that_can_no_longer_answer_ends_all_the_same(tmp_path):
+def test_process_with_a_blocked_event_loop_still_ends(tmp_path):
     with serving(tmp_path, "freeze", watchdog_s=0.5, grpc_port=None) as server:
         answer = Answer(server, LONG)
         answer.read_all()
@@ -300,7 +300,7 @@ def test_a_process_that_can_no_longer_answer_ends_all_the_same(tmp_path):
         assert "a step has not returned" in server.log
 
 
-def test_the_script_announces_where_it_serves_and_ends_on_ctrl_c(tmp_path):
+def test_server_prints_its_addresses_and_ends_on_ctrl_c(tmp_path):
     script = SCRIPTS / "serve.py"
     flags = [f"--set={option}" for option in options() if "port" not in option]
     flags += ["--http_port=0", "--grpc_port=none", f"--model={checkpoint()}"]
@@ -323,7 +323,7 @@ def test_the_script_announces_where_it_serves_and_ends_on_ctrl_c(tmp_path):
             running.kill()
 
 
-def test_a_port_in_use_is_told_before_anything_is_loaded():
+def test_port_in_use_is_reported_before_loading():
     script = SCRIPTS / "serve.py"
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
@@ -340,7 +340,7 @@ def test_a_port_in_use_is_told_before_anything_is_loaded():
 
 
 def refusal(**serving: Any) -> str:
-    """Why a server with these options does not start; its model is none, and not the reason."""
+    """The error of a server with these options, whose model does not exist."""
     config = ServingConfig(**{"http_port": 0, "grpc_port": 0, **serving})
     handlers = [signal.getsignal(number) for number in process.SIGNALS]
     with pytest.raises(ConfigError) as caught:
@@ -350,7 +350,7 @@ def refusal(**serving: Any) -> str:
     return str(caught.value)
 
 
-def test_what_is_wrong_with_the_options_is_told_before_the_model_is_opened(tmp_path):
+def test_bad_options_are_reported_before_the_model_is_opened(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         assert "serving.grpc_port" in refusal(grpc_port=port)
@@ -364,7 +364,7 @@ def test_what_is_wrong_with_the_options_is_told_before_the_model_is_opened(tmp_p
     assert str(pem) in refusal(tls=TlsConfig(str(pem), str(pem)))
 
 
-def test_a_missing_package_is_named_with_the_extra_that_has_it():
+def test_missing_package_is_named_with_its_extra():
     script = SCRIPTS / "serve.py"
     code = (
         "import runpy, sys; "
@@ -379,13 +379,13 @@ def test_a_missing_package_is_named_with_the_extra_that_has_it():
     assert "uvicorn" in line and "jaxinfer[serve]" in line
 
 
-def test_traces_without_their_package_are_refused(monkeypatch):
+def test_tracing_without_its_package_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "jaxinfer.serving.tracing", None)
     monkeypatch.delattr("jaxinfer.serving.tracing", raising=False)
     assert "jaxinfer[tracing]" in refusal(otlp_endpoint="http://127.0.0.1:1")
 
 
-def test_a_model_that_cannot_be_opened_ends_the_start_and_closes_the_door(tmp_path):
+def test_unopenable_model_ends_startup_and_closes_the_port(tmp_path):
     port = free_port()
     config = ServingConfig(http_port=port, grpc_port=None)
     with pytest.raises(CheckpointError, match=r"none\.gguf"):

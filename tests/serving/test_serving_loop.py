@@ -1,4 +1,4 @@
-"""The loop between asyncio and the engine: its rules, on a tiny model."""
+"""The rules of the loop between asyncio and the engine, with a tiny model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def engine() -> Engine:
 
 @pytest.fixture
 def brake(engine):
-    """Slows the shared engine for one test."""
+    """A brake on the shared engine, for one test."""
     brake = Brake(engine)
     yield brake
     brake.release()
@@ -50,7 +50,7 @@ def run(coroutine):
     asyncio.run(bounded())
 
 
-def test_deltas_join_to_the_whole_answer_of_the_engine_alone(engine):
+def test_deltas_join_to_the_engines_output(engine):
     async def main():
         async with tiny_service(engine) as service:
             whole = await (await service.generate(ask(24))).collect()
@@ -68,7 +68,7 @@ def test_deltas_join_to_the_whole_answer_of_the_engine_alone(engine):
     run(main())
 
 
-def test_samples_of_one_prompt_come_in_one_stream(engine):
+def test_samples_of_one_prompt_share_a_stream(engine):
     async def main():
         async with tiny_service(engine) as service:
             params = {"n": 3, "temperature": 1.0, "seed": 5, "logprobs": 1, "prompt_logprobs": 0}
@@ -82,7 +82,7 @@ def test_samples_of_one_prompt_come_in_one_stream(engine):
     run(main())
 
 
-def test_a_full_queue_refuses_at_once_and_what_is_in_it_is_served(engine, brake):
+def test_full_queue_refuses_at_once_and_serves_its_requests(engine, brake):
     async def main():
         limits = LimitsConfig(max_waiting=3)
         async with tiny_service(engine, limits) as service:
@@ -98,7 +98,7 @@ def test_a_full_queue_refuses_at_once_and_what_is_in_it_is_served(engine, brake)
     run(main())
 
 
-def test_prompts_that_wait_are_bounded_in_tokens(engine, brake):
+def test_waiting_prompts_are_bounded_in_tokens(engine, brake):
     async def main():
         async with tiny_service(engine, LimitsConfig(max_waiting_tokens=100)) as service:
             brake.hold()
@@ -112,7 +112,7 @@ def test_prompts_that_wait_are_bounded_in_tokens(engine, brake):
     run(main())
 
 
-def test_more_samples_than_the_server_takes_on_are_a_fault_of_the_request(engine):
+def test_more_samples_than_capacity_are_invalid(engine):
     async def main():
         async with tiny_service(engine, LimitsConfig(max_waiting=1)) as service:
             error = await error_of(service, ask(params={"n": 6, "temperature": 1.0}))
@@ -121,7 +121,7 @@ def test_more_samples_than_the_server_takes_on_are_a_fault_of_the_request(engine
     run(main())
 
 
-def test_a_cancelled_request_gives_its_pages_back_within_a_step(engine, brake):
+def test_cancel_frees_pages_within_a_step(engine, brake):
     async def main():
         async with tiny_service(engine) as service:
             stream = await service.generate(ask(400))
@@ -140,7 +140,7 @@ def test_a_cancelled_request_gives_its_pages_back_within_a_step(engine, brake):
     run(main())
 
 
-def test_a_reader_that_stops_is_cancelled_and_nobody_waits_for_it(engine):
+def test_slow_reader_is_cancelled_without_delaying_others(engine):
     async def main():
         async with tiny_service(engine, LimitsConfig(max_unread_tokens=60)) as service:
             idle = await service.generate(ask(400))
@@ -154,7 +154,7 @@ def test_a_reader_that_stops_is_cancelled_and_nobody_waits_for_it(engine):
     run(main())
 
 
-def test_a_deadline_that_passed_before_prefill_costs_nothing(engine, brake):
+def test_deadline_before_prefill_costs_no_step(engine, brake):
     async def main():
         async with tiny_service(engine) as service:
             brake.hold()
@@ -174,7 +174,7 @@ def test_a_deadline_that_passed_before_prefill_costs_nothing(engine, brake):
     run(main())
 
 
-def test_a_deadline_ends_a_running_request(engine, brake):
+def test_deadline_ends_a_running_request(engine, brake):
     async def main():
         brake.seconds = 0.01
         async with tiny_service(engine) as service:
@@ -185,7 +185,7 @@ def test_a_deadline_ends_a_running_request(engine, brake):
 
 
 @pytest.mark.parametrize("timeout_s", [-1.0, float("nan")])
-def test_a_timeout_is_a_number_of_seconds(engine, timeout_s):
+def test_timeout_must_be_a_number_of_seconds(engine, timeout_s):
     async def main():
         async with tiny_service(engine) as service:
             error = await error_of(service, ask(timeout_s=timeout_s))
@@ -194,7 +194,7 @@ def test_a_timeout_is_a_number_of_seconds(engine, timeout_s):
     run(main())
 
 
-def test_an_id_in_use_is_refused_and_free_again_after_the_end(engine):
+def test_request_id_in_use_is_refused_until_the_request_ends(engine):
     async def main():
         async with tiny_service(engine) as service:
             stream = await service.generate(ask(request_id="mine"))
@@ -209,7 +209,7 @@ def test_an_id_in_use_is_refused_and_free_again_after_the_end(engine):
     run(main())
 
 
-def test_what_the_engine_refuses_costs_nobody_else_anything(engine):
+def test_request_the_engine_refuses_does_not_affect_others(engine):
     async def main():
         async with tiny_service(engine) as service:
             stream = await service.generate(ask(50))
@@ -228,7 +228,7 @@ def test_what_the_engine_refuses_costs_nobody_else_anything(engine):
     run(main())
 
 
-def test_draining_finishes_what_runs_and_refuses_what_comes(engine):
+def test_drain_finishes_running_requests_and_refuses_new_ones(engine):
     async def main():
         async with tiny_service(engine) as service:
             stream = await service.generate(ask(50))
@@ -241,7 +241,7 @@ def test_draining_finishes_what_runs_and_refuses_what_comes(engine):
     run(main())
 
 
-def test_draining_cuts_at_its_timeout(engine, brake):
+def test_drain_cuts_requests_off_at_its_timeout(engine, brake):
     async def main():
         brake.seconds = 0.02
         async with tiny_service(engine) as service:
@@ -254,7 +254,7 @@ def test_draining_cuts_at_its_timeout(engine, brake):
     run(main())
 
 
-def test_a_dead_engine_thread_fails_everything_with_its_reason():
+def test_failed_engine_thread_fails_all_requests_with_its_reason():
     engine = tiny_engine()[0]
 
     async def main():
@@ -278,8 +278,8 @@ def test_a_dead_engine_thread_fails_everything_with_its_reason():
     run(main())
 
 
-def test_an_id_used_again_at_once_is_a_request_of_its_own(engine, brake):
-    """What the first left behind in the engine may not be taken for the second's."""
+def test_reused_request_id_is_a_new_request(engine, brake):
+    """Leftovers of the first request in the engine must not be delivered to the second."""
 
     async def main():
         brake.seconds = 0.02
@@ -295,7 +295,7 @@ def test_an_id_used_again_at_once_is_a_request_of_its_own(engine, brake):
     run(main())
 
 
-def test_places_are_held_while_prompts_are_tokenized(engine, monkeypatch):
+def test_capacity_is_reserved_while_prompts_are_tokenized(engine, monkeypatch):
     async def main():
         async with tiny_service(engine, LimitsConfig(max_waiting=0)) as service:
             may_go = asyncio.Event()
@@ -312,12 +312,12 @@ def test_places_are_held_while_prompts_are_tokenized(engine, monkeypatch):
             may_go.set()
             for task in tasks:
                 assert (await (await task).collect()).usage.output_tokens == 4
-            service.loop.check_capacity(4)  # all places are back
+            service.loop.check_capacity(4)  # all capacity is released
 
     run(main())
 
 
-def test_an_observer_that_fails_costs_nobody_a_token(engine):
+def test_failing_observer_costs_no_token(engine):
     def broken(*args):
         raise RuntimeError("no")
 

@@ -1,4 +1,4 @@
-"""Traces: one span a request, whatever became of it, with figures and without text."""
+"""Traces: one span for every request, with usage and times and without text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def engine() -> Engine:
 def traced(
     engine: Engine, *requests: GenerationRequest, is_cancelled: bool = False
 ) -> tuple[Sequence[Any], list[Any]]:
-    """The spans of requests that are run one after another, and their results."""
+    """Run requests one after another; return their spans and results."""
     exporter = InMemorySpanExporter()
     tracing = Tracing(exporter, model_name="tiny")
     results = asyncio.run(serve(engine, tracing, requests, is_cancelled))
@@ -50,7 +50,7 @@ async def serve(engine, tracing, requests, is_cancelled=False) -> list[Result]:
     return results
 
 
-def test_a_request_is_one_span_with_its_usage_and_times(engine):
+def test_request_makes_one_span_with_usage_and_times(engine):
     params = SamplingParams(temperature=0.5, top_p=0.9, max_tokens=6, ignore_eos=True, n=2)
     request = GenerationRequest("a secret", params, protocol="grpc", request_id="mine", user="ada")
     [span], [result] = traced(engine, request)
@@ -79,7 +79,7 @@ def test_a_request_is_one_span_with_its_usage_and_times(engine):
     assert "secret" not in span.to_json()
 
 
-def test_a_request_that_failed_is_a_span_with_its_error(engine):
+def test_failed_request_makes_a_span_with_its_error(engine):
     request = GenerationRequest("a prompt", SamplingParams())
     [span], _ = traced(engine, request, is_cancelled=True)
     assert span.status.status_code is StatusCode.ERROR
@@ -87,14 +87,14 @@ def test_a_request_that_failed_is_a_span_with_its_error(engine):
     assert not span.events and span.attributes["gen_ai.usage.output_tokens"] == 0
 
 
-def test_each_request_has_a_trace_of_its_own_and_none_is_kept(engine):
+def test_each_request_has_its_own_trace_and_state_is_released(engine):
     params = SamplingParams(max_tokens=2, ignore_eos=True)
     spans, _ = traced(engine, *[GenerationRequest("a prompt", params)] * 3)
     assert len({span.context.trace_id for span in spans}) == 3
     assert all(span.parent is None for span in spans)
 
 
-def test_a_collector_that_is_not_there_costs_no_request_and_no_long_end(engine):
+def test_missing_collector_delays_neither_requests_nor_shutdown(engine):
     num_threads = threading.active_count()
     tracing = otlp_tracing("http://127.0.0.1:1/", model_name="tiny", timeout_s=0.5)
     request = GenerationRequest("a prompt", SamplingParams(max_tokens=2, ignore_eos=True))

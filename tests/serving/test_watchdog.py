@@ -1,4 +1,4 @@
-"""The watchdog: it tells once, of a step that does not return and of an engine that is gone."""
+"""The watchdog: it reports a step that does not return or an ended engine thread, once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def engine() -> Engine:
 
 
 class Told:
-    """What a watchdog says."""
+    """Run a watchdog and collect its reports."""
 
     def __init__(self):
         self.reasons: list[str] = []
@@ -49,7 +49,7 @@ def ask(max_tokens: int) -> GenerationRequest:
     return GenerationRequest("a prompt", params)
 
 
-def test_a_step_that_does_not_return_is_told_once(engine):
+def test_stuck_step_is_reported_once(engine):
     async def main():
         brake, told = Brake(engine), Told()
         async with tiny_service(engine) as service:
@@ -69,7 +69,7 @@ def test_a_step_that_does_not_return_is_told_once(engine):
     run(main())
 
 
-def test_steps_and_pauses_shorter_than_the_limit_are_nothing(engine):
+def test_steps_and_pauses_within_the_limit_are_not_reported(engine):
     async def main():
         brake, told = Brake(engine), Told()
         async with tiny_service(engine) as service:
@@ -85,7 +85,7 @@ def test_steps_and_pauses_shorter_than_the_limit_are_nothing(engine):
     run(main())
 
 
-def test_an_engine_thread_that_is_gone_is_told():
+def test_ended_engine_thread_is_reported():
     broken = tiny_engine({"warm_up": True})[0]
 
     def fail():
@@ -108,7 +108,7 @@ def test_an_engine_thread_that_is_gone_is_told():
     run(main())
 
 
-def test_a_closed_watchdog_says_nothing_of_an_end_on_purpose(engine):
+def test_closed_watchdog_does_not_report_a_shutdown(engine):
     async def main():
         told = Told()
         loop = EngineLoop(engine)
@@ -126,7 +126,7 @@ def test_a_closed_watchdog_says_nothing_of_an_end_on_purpose(engine):
     run(main())
 
 
-def test_a_step_that_may_compile_has_the_time_to(engine):
+def test_compiling_step_has_a_longer_limit(engine):
     cold = EngineLoop(engine)
     cold.engine = Config(dataclasses.replace(engine.config, warm_up=False))  # type: ignore
     assert Watchdog(cold, 2.0, Told()).limit_s == COMPILE_STEP_S
@@ -137,6 +137,6 @@ def test_a_step_that_may_compile_has_the_time_to(engine):
 
 @dataclasses.dataclass
 class Config:
-    """As much of an engine as the choice of the limit needs."""
+    """The part of an engine on which the choice of the limit depends."""
 
     config: object

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible endpoint for tests of clients: what it does is each test's to say."""
+"""An OpenAI-compatible endpoint for tests of clients, with responses that each test defines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Answer = Callable[["Exchange"], Awaitable[None]]
 
 
 class Exchange:
-    """One request as the server sees it, and the means to answer."""
+    """One request as the server sees it, and the means to respond."""
 
     def __init__(self, path: str, body: Any, writer: asyncio.StreamWriter):
         self.path = path
@@ -19,7 +19,7 @@ class Exchange:
         self._writer = writer
 
     def start(self) -> None:
-        """The head of a stream."""
+        """Send the head of a stream."""
         head = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\n"
         self.write((head + "Transfer-Encoding: chunked\r\n\r\n").encode())
 
@@ -53,7 +53,7 @@ class Exchange:
 
 
 class FakeServer:
-    """An OpenAI-compatible endpoint whose answers are `answer`'s."""
+    """An OpenAI-compatible endpoint; `answer` responds to each request."""
 
     def __init__(self, answer: Answer):
         self._answer = answer
@@ -85,14 +85,14 @@ class FakeServer:
                 self.seen.append(Exchange(head.split(" ")[1], json.loads(body), writer))
                 await self._answer(self.seen[-1])
         except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
-            pass  # the client has left, or the test has ended
+            pass  # the client disconnected, or the test ended
         finally:
             writer.transport.abort()
             self._tasks.discard(task)
 
 
 def answers(*texts: str) -> Answer:
-    """A stream of these texts, each a token."""
+    """A stream of these texts, one a token."""
 
     async def answer(exchange: Exchange) -> None:
         exchange.start()

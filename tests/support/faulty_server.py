@@ -1,8 +1,8 @@
-"""A server process with a fault, for the tests of how it ends.
+"""A server process with a fault, for tests of its shutdown.
 
     python faulty_server.py FAULT CHECKPOINT key.path=value ...
 
-The product has no way to break it: what is broken is patched here, before it serves.
+The fault is patched in here before the server starts: the product has no option for it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxinfer.serving.loop import EngineLoop
 
 SLOW_STEP_S = 0.02
 FOREVER_S = 3600.0
-GO = "go"  # beside the checkpoint: the file that `load_waits` waits for
+GO = "go"  # the file beside the checkpoint for which `load_waits` waits
 
 
 def patch_step(fault) -> None:
@@ -39,7 +39,7 @@ def slow(engine: Engine) -> None:
 
 
 def is_due(engine: Engine, num_requests: int) -> bool:
-    """So many requests are well under way: their clients have read of them."""
+    """Whether this number of requests run, and all have had output."""
     running = engine.scheduler.running
     return len(running) == num_requests and all(len(r.output_token_ids) > 20 for r in running)
 
@@ -57,7 +57,7 @@ def stick(engine: Engine) -> None:
 
 
 def freeze(events: list[asyncio.AbstractEventLoop], engine: Engine) -> None:
-    """The step does not return, and the event loop answers nobody."""
+    """Block both the step and the event loop."""
     slow(engine)
     if is_due(engine, 1):
         events[0].call_soon_threadsafe(time.sleep, FOREVER_S)

@@ -1,4 +1,4 @@
-"""The gRPC server in tests: a real server on a loopback socket, around a tiny engine."""
+"""The gRPC server in tests: a real server on a loopback socket around a tiny engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jaxinfer.serving.protos.jaxinfer.v1.inference_pb2_grpc import InferenceStub
 from jaxinfer.serving.service import Service
 from tests.support.tiny_server import Brake, tiny_service
 
-EOF: Any = vars(grpc.aio)["EOF"]  # which the type stubs do not know
+EOF: Any = vars(grpc.aio)["EOF"]  # absent from the type stubs
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 
 
@@ -60,9 +60,9 @@ async def grpc_harness(
     health: Health | None = None,
     **named: Any,
 ) -> AsyncIterator[GrpcHarness]:
-    """A server around `engine` for one test; `named` goes to `tiny_service`.
+    """A server around `engine` for one test; `named` is passed to `tiny_service`.
 
-    At the end nothing may be left: no call, no page.
+    It checks at the end that no call and no page is left.
     """
     config = config or ServingConfig(grpc_port=0)
     health = health or serving_health()
@@ -76,17 +76,17 @@ async def grpc_harness(
         finally:
             brake = getattr(engine.step, "__self__", None)
             if isinstance(brake, Brake):
-                brake.release()  # a test that failed with it held would never end
+                brake.release()  # a failed test may have left it on hold
             await server.stop(0.0)
 
 
 def config(**limits: Any) -> ServingConfig:
-    """Any free port, and these limits."""
+    """A configuration with any free port and these limits."""
     return ServingConfig(grpc_port=0, limits=LimitsConfig(**limits))
 
 
 def ask(text: str = "a prompt", max_tokens: int = 8, **named: Any) -> pb.GenerateRequest:
-    """A greedy request; `params` over it, other names are fields of the request."""
+    """A greedy request; `params` overrides its parameters, other names are request fields."""
     params = pb.SamplingParams(**{**GREEDY, "max_tokens": max_tokens, **named.pop("params", {})})
     if "token_ids" not in named and "chat" not in named:
         named["text"] = text
@@ -109,7 +109,7 @@ async def error_of(call: Any) -> Any:
 
 
 def joined(parts: list[pb.GenerateResponse]) -> list[pb.Sample]:
-    """The samples of a stream, each put together."""
+    """The complete samples of a stream."""
     whole: dict[int, pb.Sample] = {}
     for part in parts:
         if part.HasField("sample"):
@@ -122,7 +122,7 @@ def joined(parts: list[pb.GenerateResponse]) -> list[pb.Sample]:
 
 
 def run(coroutine: Coroutine[Any, Any, None]) -> None:
-    """Run a test; it may leave no task behind."""
+    """Run a test, and check that it leaves no task behind."""
 
     async def bounded() -> None:
         async with asyncio.timeout(60):
@@ -138,8 +138,8 @@ def run(coroutine: Coroutine[Any, Any, None]) -> None:
 
 
 class Relay:
-    """A way to the door that can be cut, as when a client is killed, or freeze, as when its machine
-    is gone: no frame says goodbye."""
+    """A TCP relay to the server that can be cut, as if the client was killed, or frozen, as if its
+    machine had vanished without closing the connection."""
 
     def __init__(self, port: int):
         self._port = port
@@ -157,7 +157,7 @@ class Relay:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def freeze(self) -> None:
-        """Both connections stay open, and nothing passes any more."""
+        """Keep both connections open, but relay nothing more."""
         for task in self._tasks:
             task.cancel()
 

@@ -1,4 +1,4 @@
-"""The HTTP server in tests: a tiny engine's service behind the real app and a real uvicorn."""
+"""The HTTP server in tests: the real app and a real uvicorn around a tiny engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 
 
 class HttpHarness:
-    """A server that listens, and what is behind it."""
+    """A listening server, its parts and a client of it."""
 
     def __init__(
         self, service: Service, health: Health, metrics: Metrics, server: HttpServer, url: str
@@ -54,7 +54,7 @@ class HttpHarness:
         return [json.loads(event) for event in events]
 
     async def idle(self) -> None:
-        """Wait until nothing is under way and every page is back."""
+        """Wait until no request is unfinished and no page in use."""
         loop = self.service.loop
         engine = loop.engine
         assert isinstance(engine, Engine)
@@ -71,7 +71,7 @@ async def http_harness(
     generation: GenerationDefaults | None = None,
     **options: Any,
 ) -> AsyncIterator[HttpHarness]:
-    """A server on a free port; at the end no connection, task or request is left."""
+    """A server on a free port; checks at the end that no connection, task or request is left."""
     config = ServingConfig(limits=limits or LimitsConfig(), **{"http_port": 0, **options})
     async with tiny_service(engine, config.limits, generation=generation) as service:
         health = Health()
@@ -100,7 +100,7 @@ def run(coroutine: Coroutine[Any, Any, None], timeout_s: float = 120) -> None:
 
 
 def error_of(reply: httpx.Response, status: int = 400) -> dict[str, str]:
-    """What a reply says is wrong, in OpenAI's shape."""
+    """The error in a response, after checking its status and shape."""
     assert reply.status_code == status, reply.text
     assert reply.headers["content-type"] == "application/json"
     body = reply.json()

@@ -1,4 +1,4 @@
-"""One service behind both protocols, and a client of each that speaks of the same things."""
+"""One service behind both protocols, and clients of both with one interface."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from jaxinfer.serving.metrics import Metrics
 from jaxinfer.serving.service import Service
 from tests.support.tiny_server import tiny_service
 
-# Without the one whose gRPC status is another's too.
+# TOO_LARGE shares its gRPC status with another kind.
 KINDS = [kind for kind in ErrorKind if kind is not ErrorKind.TOO_LARGE]
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 
 
 class Refused(Exception):
-    """What either protocol says of a request that failed."""
+    """The error of a request, in terms common to both protocols."""
 
     def __init__(self, kind: ErrorKind, field: str | None, retry_after_s: float | None):
         super().__init__(kind)
         self.kind, self.field, self.retry_after_s = kind, field, retry_after_s
 
 
-class Answered(NamedTuple):
+class Output(NamedTuple):
     texts: list[str]  # of each sample
     finish_reasons: list[str]
     num_prompt_tokens: int
@@ -44,9 +44,9 @@ class Answered(NamedTuple):
 
 
 class Caller(Protocol):
-    """A client of one protocol; `fields` are `SamplingParams`' and the service's own."""
+    """A client of one protocol; `fields` are those of `SamplingParams` and of the service."""
 
-    async def whole(self, prompt: Any, **fields: Any) -> Answered: ...
+    async def whole(self, prompt: Any, **fields: Any) -> Output: ...
 
     def deltas(self, prompt: Any, **fields: Any) -> AsyncIterator[tuple[int, str]]: ...
 
@@ -54,13 +54,13 @@ class Caller(Protocol):
 
 
 class HttpCaller:
-    """OpenAI's API; a list of messages goes to the chat endpoint."""
+    """A client of OpenAI's API; a list of messages is sent to the chat endpoint."""
 
     def __init__(self, url: str, key: str | None):
         headers = {"authorization": f"Bearer {key}"} if key else {}
         self.client = httpx.AsyncClient(base_url=url, headers=headers, timeout=60)
 
-    async def whole(self, prompt: Any, **fields: Any) -> Answered:
+    async def whole(self, prompt: Any, **fields: Any) -> Output:
         path, body = self._request(prompt, fields)
         reply = await self.client.post(path, json=body)
         self._check(reply.status_code, reply.headers, reply.content)
@@ -68,7 +68,7 @@ class HttpCaller:
         texts = [c["text"] if "text" in c else c["message"]["content"] for c in answer["choices"]]
         reasons = [choice["finish_reason"] for choice in answer["choices"]]
         usage = answer["usage"]
-        return Answered(texts, reasons, usage["prompt_tokens"], usage["completion_tokens"])
+        return Output(texts, reasons, usage["prompt_tokens"], usage["completion_tokens"])
 
     async def deltas(self, prompt: Any, **fields: Any) -> AsyncIterator[tuple[int, str]]:
         path, body = self._request(prompt, fields)
@@ -107,18 +107,18 @@ def _refused_by_type(error: dict[str, Any], retry_after: str | None) -> Refused:
 
 
 class GrpcCaller:
-    """The project's own client."""
+    """The project's own gRPC client."""
 
     def __init__(self, target: str, key: str | None):
         self.client = AsyncClient(target, api_key=key)
 
-    async def whole(self, prompt: Any, **fields: Any) -> Answered:
+    async def whole(self, prompt: Any, **fields: Any) -> Output:
         with self._refusals():
             result = await self.client.complete(**self._request(prompt), **fields)
         reasons = [str(s.finish_reason) for s in result.samples]
         usage = result.usage
         texts = [s.text for s in result.samples]
-        return Answered(texts, reasons, usage.prompt_tokens, usage.output_tokens)
+        return Output(texts, reasons, usage.prompt_tokens, usage.output_tokens)
 
     async def deltas(self, prompt: Any, **fields: Any) -> AsyncIterator[tuple[int, str]]:
         with self._refusals():
@@ -150,7 +150,7 @@ class BothProtocols(NamedTuple):
     callers: dict[str, Caller]
 
     async def idle(self) -> None:
-        """Wait until nothing is under way and every page is back."""
+        """Wait until no request is unfinished and no page in use."""
         loop = self.service.loop
         while loop.num_streams or loop.engine.has_requests or loop.engine.stats.num_owned_pages:
             await asyncio.sleep(0.002)

@@ -1,4 +1,4 @@
-"""Serving in tests: a real engine over a tiny checkpoint, behind the real loop and service."""
+"""The service in tests: a real engine with a tiny checkpoint, loop and service."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MODEL = TinyLlama(num_layers=1, max_positions=4096, seed=1)
 OPTIONS: dict[str, Any] = {
     "max_model_len": 512,
     "warm_up": False,
-    "bucket_growth": 64,  # few programs: compiling is what these tests wait for
+    "bucket_growth": 64,  # few programs: these tests mostly wait for compilation
     "check_every_step": True,
     "cache": {"page_size": 8, "num_pages": 256},
     "scheduler": {"max_num_batched_tokens": 64, "max_num_seqs": 4},
@@ -42,7 +42,7 @@ def checkpoint() -> Path:
 
 
 def tiny_engine(options: Mapping[str, Any] | None = None) -> tuple[Engine, GenerationDefaults]:
-    """A fresh engine; `options` over `OPTIONS`. Its first step compiles (seconds)."""
+    """A new engine with `OPTIONS`, overridden by `options`. Its first step compiles (seconds)."""
     config = from_mapping(merge(OPTIONS, options or {}))
     loaded, generation = load_model(checkpoint(), config, show_progress=False)
     [engine] = replicas_of(need_engine(loaded))
@@ -50,7 +50,7 @@ def tiny_engine(options: Mapping[str, Any] | None = None) -> tuple[Engine, Gener
 
 
 class Brake:
-    """Makes an engine's steps last: `seconds` each, or until `release` while `hold`ing."""
+    """Delays an engine's steps by `seconds` each, and from `hold` until `release` entirely."""
 
     def __init__(self, engine: Engine | Embedder, seconds: float = 0.0):
         self.seconds = seconds
@@ -81,9 +81,9 @@ async def tiny_service(
     generation: GenerationDefaults | None = None,
     model_name: str | None = "tiny",
 ) -> AsyncIterator[Service]:
-    """A running service around `engine`; at the end nothing may be left in it.
+    """A running service around `engine`; checks at the end that no request is left in it.
 
-    The engine may be used again by a later service, so tests of a module can share one.
+    A later service may use the engine again, so the tests of a module can share one.
     """
     loop = EngineLoop(engine, limits, observers=observers)
     loop.start()
@@ -92,7 +92,7 @@ async def tiny_service(
     finally:
         brake = getattr(engine.step, "__self__", None)
         if isinstance(brake, Brake):
-            brake.release()  # a test that failed with it held would never end
+            brake.release()  # a failed test may have left it on hold
         await loop.stop()
     if loop.failure is None:
         assert engine.num_requests == 0
