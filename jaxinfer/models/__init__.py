@@ -1,4 +1,4 @@
-"""The registry of model families: one row each, found by the name a checkpoint gives itself."""
+"""The registry of model families, by the name that a checkpoint states."""
 
 from __future__ import annotations
 

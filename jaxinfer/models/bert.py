@@ -1,6 +1,6 @@
-"""BERT, RoBERTa, XLM-RoBERTa and CamemBERT, and the sentence models made of them.
+"""BERT, RoBERTa, XLM-RoBERTa and CamemBERT, and the sentence models based on them.
 
-They differ in where positions begin: RoBERTa's table has padding's id + 1 rows before the first
+They differ in where positions begin: RoBERTa's table has pad_token_id + 1 rows before the first
 token's. Pooling and normalization are not part of the model: `loading/sentence_options.py` reads
 their options.
 """
@@ -42,7 +42,7 @@ _HF_TABLES = {
     "positions": "embeddings.position_embeddings.weight",
     "token_types": "embeddings.token_type_embeddings.weight",
 }
-# What stands on the hidden states for training, and two constants that old files carry.
+# Heads on the hidden states that training used, and two constants in old files.
 _HF_IGNORED = (
     r"(\w+\.)?pooler\..*",
     r"cls\..*",
@@ -76,8 +76,8 @@ def _rows(
 ) -> tuple[Weight, ...]:
     rows = [Weight(path, prefix + stored) for path, stored in tables.items()]
     for path, stored in norms.items():
-        for own, name in zip(("weight", "bias"), norm_names, strict=True):
-            rows.append(Weight(rf"{path}\.{own}", f"{prefix}{stored}.{name}"))
+        for param, name in zip(("weight", "bias"), norm_names, strict=True):
+            rows.append(Weight(rf"{path}\.{param}", f"{prefix}{stored}.{name}"))
     for path, stored in products.items():
         transform = LINEAR_FROM_HEADS if path == r"attention\.o" else LINEAR
         rows.append(Weight(rf"{_BLOCK}{path}\.weight", f"{prefix}{stored}.weight", transform))
@@ -98,9 +98,12 @@ def gguf_weights(config: EncoderConfig) -> WeightTable:
 _GGUF_KEYS = frozenset(("attention.head_count", "attention.layer_norm_epsilon", "attention.causal"))
 
 
-def _spelling(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Models with a head have `bert.` or `roberta.` before the names of the encoder, and the oldest
-    files say gamma and beta for a norm's weight and bias."""
+def _tensor_names(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that describe tensor names.
+
+    Models with a head have `bert.` or `roberta.` before the encoder's names, and the oldest files
+    call a norm's weight and bias gamma and beta.
+    """
     pattern = re.compile(r"(\w+\.|)embeddings\.word_embeddings\.weight")
     prefix = next((match[1] for name in tensors if (match := pattern.fullmatch(name))), "")
     is_old = f"{prefix}embeddings.LayerNorm.gamma" in tensors
@@ -108,7 +111,7 @@ def _spelling(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> EncoderConfig:
-    """From config.json; missing keys take `BertConfig`'s defaults where it has any."""
+    """Read config.json; missing keys take `BertConfig`'s defaults, if it has any."""
     vocab_size, model_dim, num_layers, num_heads, ffn_dim = require_ints(
         config,
         "vocab_size",
@@ -138,19 +141,19 @@ def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Enc
         activation=get_activation(config, "hidden_act", default="gelu"),
         first_position=0 if padding is None else padding + 1,
         padding_token_id=padding,
-        **_spelling(tensors),
+        **_tensor_names(tensors),
     )
 
 
 def config_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> EncoderConfig:
-    """From a GGUF file's key-values; the sizes of tables are read off the tensors.
+    """Read a GGUF file's key-values; the sizes of tables are those of the tensors.
 
-    A converter cuts RoBERTa's unused first positions off, so tokens are counted from 0.
+    The converter removes RoBERTa's unused first positions, so positions begin at 0.
     """
     keys = GgufKeys(metadata, "bert")
     keys.refuse_unread(_GGUF_KEYS)
     if keys.get("attention.causal", False) is not False:
-        raise ValueError("bert.attention.causal is true; an encoder sees both sides")
+        raise ValueError("bert.attention.causal is true; an encoder must be bidirectional")
     tables = ("token_embd.weight", "position_embd.weight")
     missing = [name for name in tables if name not in tensors]
     if missing:

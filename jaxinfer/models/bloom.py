@@ -14,17 +14,17 @@ from jaxinfer.models.gpt_weights import (
     fused_qkv_rows,
     gguf_fields,
     gguf_weights,
-    in_module,
     interleaved,
+    names_outside_module,
     rows,
 )
 from jaxinfer.models.hf_config import get_float, get_int, refuse_unsupported
 
-TRAINED_LEN = 2048  # where a config.json has no seq_length; ALiBi itself knows no end
+TRAINED_LEN = 2048  # for a config.json without seq_length; ALiBi itself has no limit
 
 
 def hf_weights(config: GptConfig) -> WeightTable:
-    """The fused tensor holds q, k and v of one head after another."""
+    """Return the weight table; the fused tensor stores q, k and v of one head after another."""
     block = r"transformer.h.\1."
     return WeightTable(
         fused_qkv_rows(f"{block}self_attention.query_key_value", interleaved)
@@ -43,21 +43,21 @@ def hf_weights(config: GptConfig) -> WeightTable:
             },
             {r"embed\.weight": "transformer.word_embeddings.weight"},
         ),
-        ignored=(r"lm_head\.weight",),  # tied files sometimes carry it
-        renamed=in_module(
+        ignored=(r"lm_head\.weight",),  # some tied files store it
+        renamed=names_outside_module(
             "transformer", "h", "word_embeddings", "word_embeddings_layernorm", "ln_f"
         ),
     )
 
 
 def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> GptConfig:
-    """From config.json; missing keys take `BloomConfig`'s defaults where it has sensible ones.
+    """Read config.json; missing keys take `BloomConfig`'s defaults, if it has sensible ones.
 
-    `max_len` is the `seq_length` it was trained with: longer contexts are possible, since scores
-    depend on distance alone.
+    `max_len` is the `seq_length` of its training. Longer contexts are possible, since scores depend
+    only on distances.
     """
     model_dim = get_int(config, "n_embed", "hidden_size")
-    # The slow way leaves two biases out (transformers); no published model asks for it.
+    # In transformers `slow_but_exact` omits two biases; no published model sets it.
     refuse_unsupported(config, slow_but_exact=False, n_inner=4 * model_dim)
     normed = config.get("apply_residual_connection_post_layernorm", False)
     return GptConfig(
@@ -76,8 +76,8 @@ def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Gpt
 
 
 def config_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> GptConfig:
-    """From a GGUF file's key-values, which have no place for `residual`: none is converted with
-    another than the usual one."""
+    """Read a GGUF file's key-values. They cannot express `residual`; no model is converted with
+    another value than the default."""
     keys = GgufKeys(metadata, "bloom")
     keys.refuse_unread(GGUF_KEYS)
     return GptConfig(

@@ -1,8 +1,8 @@
 """The decoder of the Llama-like families: blocks of attention and a gated MLP.
 
-One file for all of them, told apart by `DecoderConfig`; a family that differs in structure gets a
-file of its own. Layers are a Python list, unrolled in the jit (compiled for an H100, a `lax.scan`
-over stacked weights copies every layer's weights each step).
+`DecoderConfig` describes how the families differ; a family with another structure has its own file.
+Layers are a Python list, unrolled in the jit: compiled for an H100, a `lax.scan` over stacked
+weights copies every layer's weights in each step.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from jaxinfer.nn.tokenwise import HiddenStates, tokenwise
 
 @dataclasses.dataclass(frozen=True)
 class LayerConfig:
-    """What may differ from layer to layer."""
+    """The options that may differ between layers."""
 
-    rope: Rope | None  # None: the layer knows no positions
-    ffn_dim: int | None  # None: experts in place of one MLP
-    window: int | None = None  # attention sees so many tokens back; None: all
+    rope: Rope | None  # None: the layer has no positional encoding (NoPE)
+    ffn_dim: int | None  # None: the layer has experts instead
+    window: int | None = None  # tokens that attention sees; None: all
     experts: ExpertsConfig | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
-    """Shape and variant of a decoder. Every field changes what is computed."""
+    """The shape and variant of a decoder. Every field changes what is computed."""
 
     vocab_size: int
     num_layers: int
@@ -56,11 +56,11 @@ class DecoderConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    max_len: int  # positions the model was made for
+    max_len: int  # positions that the model was trained for
     layers: tuple[LayerConfig, ...]  # layer i is layers[i % len(layers)]
     norm_eps: float = 1e-6
-    norm_offset: float = 0.0  # a norm multiplies by offset + weight
-    # Norms before attention and MLP, after them (OLMo 2), or on both sides (Gemma 2).
+    norm_offset: float = 0.0  # norms multiply by offset + weight
+    # Norms before attention and MLP, after them (OLMo 2), or both (Gemma 2).
     norms: Literal["before", "after", "around"] = "before"
     qk_norm: Literal["head", "all"] | None = None
     activation: str = "silu"
@@ -73,9 +73,9 @@ class DecoderConfig:
     attention_soft_cap: float | None = None
     logits_soft_cap: float | None = None
     embedding_scale: float = 1.0
-    residual_scale: float = 1.0  # of what attention and MLP add to the residual stream
+    residual_scale: float = 1.0  # multiplies what attention and MLP add to the residual stream
     logits_scale: float = 1.0
-    # Multi-head latent attention: the one KV head is its key, head_dim what it caches of a token.
+    # Multi-head latent attention: num_kv_heads is 1, and head_dim the cached numbers of a token.
     latent: LatentConfig | None = None
 
     def __post_init__(self):
@@ -87,7 +87,7 @@ class DecoderConfig:
                 whole[f"layers[{i}].window"] = layer.window
         wrong = whole_number_errors(whole) + epsilon_errors("norm_eps", self.norm_eps)
         if not wrong:
-            wrong += self._wrong_heads()
+            wrong += self._head_errors()
         scales = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         wrong += positive_errors(
             {
@@ -100,11 +100,11 @@ class DecoderConfig:
             wrong.append("layers is empty; it needs at least one")
         raise_errors("the model's configuration", wrong)
 
-    def _wrong_heads(self) -> list[str]:
+    def _head_errors(self) -> list[str]:
         wrong = []
         if self.num_heads % self.num_kv_heads:
             wrong.append(
-                f"num_heads {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}"
+                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
             )
         if self.latent and (self.num_kv_heads, self.head_dim) != (1, self.latent.key_dim):
             wrong.append(
@@ -116,13 +116,13 @@ class DecoderConfig:
 
     @property
     def cache(self) -> CacheShape:
-        """What the KV cache stores of a token."""
+        """What the KV cache stores for a token."""
         value_dim = None if self.latent is None else self.latent.kv_rank
         return CacheShape(self.num_layers, self.num_kv_heads, self.head_dim, value_dim)
 
     @property
     def length_limit(self) -> int | None:
-        """Up to so many tokens, what a token computes does not depend on the prompt's length."""
+        """The length up to which RoPE does not depend on the prompt's length; None: no limit."""
         ropes = [layer.rope for layer in self.layers if layer.rope is not None]
         limits = [rope.scaling.length_limit for rope in ropes]
         return min((limit for limit in limits if limit is not None), default=None)
@@ -200,10 +200,10 @@ def _mlp(config: DecoderConfig, layer: LayerConfig, numerics: Numerics) -> Gated
     return GatedMLP(D, layer.ffn_dim, config.activation, numerics, bias=config.mlp_bias)
 
 
-# Not a program of its own: jit remembers the trace by the block's structure, so 30 equal layers are
-# traced once (a step of SmolLM2: 1.1 s of Python without, 0.5 with). Inlined here and not by XLA,
-# so that what all layers derive from the batch is computed once (Llama-3-8B compiled for a v5p: 42
-# launches a layer otherwise, 21 so).
+# The jit does not make a program: it caches the trace by the block's structure, so that 30 equal
+# layers are traced once (0.5 s of Python for a step of SmolLM2, 1.1 s without it). It is inlined by
+# JAX rather than by XLA, so that what all layers derive from the batch is computed once (Llama-3-8B
+# compiled for a v5p has 21 launches a layer, and 42 otherwise).
 @partial(jax.jit, static_argnames=("graph",), inline=True)
 def run_block(graph, weights, hidden: HiddenStates, angles, batch, pages):
     """Run a block that `nnx.split` cut into `graph` and `weights`."""
@@ -237,15 +237,17 @@ def run_blocks(
 def head_logits(
     normed: Float[Array, "R D"], head: Linear | None, embed: Embedding
 ) -> Float[Array, "R V"]:
-    """float32, by the head, or by the embedding that stands in for it."""
+    """Return float32 logits, by the head or, if it is tied, by the embedding."""
     if head is None:
         return embed.logits(normed)
     return head(normed, accumulate=jnp.float32)
 
 
 class Decoder(nnx.Module):
-    """Tokens of a ragged batch in, hidden states and the updated pages out. In three parts, for the
-    stages of a pipeline: `embedded`, `run`, `logits`."""
+    """A decoder over a ragged batch of tokens and the paged cache.
+
+    It has three parts, for the stages of a pipeline: `embedded`, `run`, `logits`.
+    """
 
     def __init__(self, config: DecoderConfig, numerics: Numerics):
         self.config = config
@@ -260,20 +262,20 @@ class Decoder(nnx.Module):
     def __call__(
         self, token_ids: Int[Array, " T"], batch: RaggedBatch, pages: Sequence[KVPages]
     ) -> tuple[Float[Array, "T D"], tuple[KVPages, ...]]:
-        """Hidden states of every token; pages with the new keys and values."""
+        """Return the hidden states of all tokens, and the pages with the new keys and values."""
         return self.run(self.embedded(token_ids, batch), batch, pages)
 
     def embedded(self, token_ids: Int[Array, " T"], batch: RaggedBatch) -> Float[Array, "T D"]:
-        """What the first block takes."""
+        """Return the input of the first block."""
         embedded = self.embed(token_ids)
-        if self.config.embedding_scale != 1:  # rounded first, as the reference does
+        if self.config.embedding_scale != 1:  # rounded before the product, as in the reference
             embedded = embedded * jnp.asarray(self.config.embedding_scale, embedded.dtype)
         return embedded
 
     def run(
         self, hidden: Float[Array, "T D"], batch: RaggedBatch, pages: Sequence[KVPages]
     ) -> tuple[Float[Array, "T D"], tuple[KVPages, ...]]:
-        """Hidden states after all blocks of those before them."""
+        """Return the hidden states after all blocks, and the updated pages."""
         ropes = [self.config.layer(i).rope for i in range(self.config.num_layers)]
         angles = {rope: self._angles(rope, batch) for rope in dict.fromkeys(ropes)}
         entering = HiddenStates(hidden, None, self.numerics)
@@ -285,7 +287,7 @@ class Decoder(nnx.Module):
         return tokenwise(self.numerics, rope.angles, batch.positions, batch.rope_len)
 
     def logits(self, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
-        """Next-token logits, float32, of hidden states that `__call__` returned."""
+        """Return next-token logits, float32, for hidden states that `__call__` returned."""
         return tokenwise(self.numerics, self._logits, hidden)
 
     def _logits(self, hidden):

@@ -1,6 +1,6 @@
-"""Where the two formats keep a decoder's parameters: rows that the families' weight tables share.
+"""Where the two formats store a decoder's parameters: rows that the families' weight tables share.
 
-The first row that matches a path counts, so a family puts its own before these.
+The first row that matches a path is used, so a family puts its own rows before these.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ HF_ROWS: tuple[Weight, ...] = (
     Weight(r"blocks\.(\d+)\.mlp\.down\.weight", r"model.layers.\1.mlp.down_proj.weight", LINEAR),
     Weight(r"blocks\.(\d+)\.mlp\.down\.bias", r"model.layers.\1.mlp.down_proj.bias"),
 )
-# Old checkpoints carry the frequencies, tied ones sometimes the head; both are derived here.
+# Old checkpoints store RoPE's frequencies, and tied ones sometimes the head; neither is needed.
 HF_IGNORED = (r".*rotary_emb\.inv_freq", r"lm_head\.weight")
-# Models of text and images keep the text's decoder under a name of its own (transformers 4 and 5).
+# Models with images store the text decoder under a prefix (of transformers 4, and of 5).
 HF_WRAPPED = (
     (r"language_model\.((?:model|lm_head)\..*)", r"\1"),
     (r"model\.language_model\.(.*)", r"model.\1"),
@@ -93,7 +93,7 @@ GGUF_ROWS: tuple[Weight, ...] = (
     Weight(r"blocks\.(\d+)\.mlp\.down\.weight", r"blk.\1.ffn_down.weight", LINEAR),
     Weight(r"blocks\.(\d+)\.mlp\.down\.bias", r"blk.\1.ffn_down.bias"),
 )
-# Of architectures whose q and k llama.cpp turns by halves, as here: their rows are not reordered.
+# For architectures in which llama.cpp rotates halves, as here: q and k are not reordered.
 GGUF_HALVES_ROWS: tuple[Weight, ...] = (
     Weight(r"blocks\.(\d+)\.attention\.([qk])\.weight", r"blk.\1.attn_\2.weight", LINEAR),
     Weight(r"blocks\.(\d+)\.attention\.([qk])\.bias", r"blk.\1.attn_\2.bias", RESHAPED),

@@ -1,7 +1,7 @@
 """DeepSeek-V2 (arXiv:2405.04434) and V3/R1 (arXiv:2412.19437): latent attention, and experts in all
 layers but the first.
 
-The modules that predict further tokens, behind the last layer of V3's files, are not run.
+The multi-token prediction modules after the last layer of V3's files are not run.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from jaxinfer.nn.experts import ExpertsConfig, RouterConfig
 from jaxinfer.nn.latent_attention import LatentConfig
 from jaxinfer.nn.rope import Rope, Yarn
 
-# The published code gives the latents' norms no epsilon: theirs is this, whatever rms_norm_eps is.
+# The published code does not pass rms_norm_eps to the latents' norms; this is their default.
 LATENT_EPS = 1e-6
 
 
 def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
-    """From config.json; missing keys take the defaults of `DeepseekV2Config` or `DeepseekV3Config`.
+    """Read config.json; missing keys take the defaults of `DeepseekV2Config` or `DeepseekV3Config`.
 
-    RoPE's pairs lie side by side; the weight tables put them into halves, so that `rope_interleave`
-    false (V3's alone) is a matter of the tables.
+    RoPE rotates adjacent pairs, which the weight tables reorder into halves; `rope_interleave`
+    false (V3 only) therefore changes only the tables.
     """
     is_v3 = config["model_type"] == "deepseek_v3"
     given = {
@@ -53,8 +53,8 @@ def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Dec
     layers = [dense] * len(sparse)
     if any(sparse):
         experts = _experts_from_hf(config, is_v3, fields["activation"])
-        of_experts = LayerConfig(rope, None, experts=experts)
-        layers = [of_experts if is_sparse else dense for is_sparse in sparse]
+        mixture = LayerConfig(rope, None, experts=experts)
+        layers = [mixture if is_sparse else dense for is_sparse in sparse]
     return DecoderConfig(
         layers=tuple(layers),
         attention_scale=_scale_from_hf(config, rope, latent),
@@ -75,8 +75,11 @@ def _latent_from_hf(config: Mapping[str, Any], *, is_interleaved: bool) -> Laten
 
 
 def _scale_from_hf(config: Mapping[str, Any], rope: Rope, latent: LatentConfig) -> float:
-    """YaRN's temperature over all of the key's dimensions (`mscale_all_dim`) is squared into the
-    softmax's scale, being that of queries and of keys."""
+    """Return the scale of scores.
+
+    YaRN's temperature for all dimensions (`mscale_all_dim`) applies to queries and to keys, so that
+    its square multiplies the scale.
+    """
     sections = (hf_config.get_object(config, key) for key in ("rope_scaling", "rope_parameters"))
     given = dict(next(sections)) | dict(next(sections))
     mscale = given.get("mscale_all_dim")
@@ -95,7 +98,7 @@ def _experts_from_hf(config: Mapping[str, Any], is_v3: bool, activation: str) ->
     num_experts, per_token, ffn_dim = hf_config.require_ints(
         config, "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"
     )
-    num_shared = config.get("n_shared_experts", 1 if is_v3 else 2)  # null: none
+    num_shared = config.get("n_shared_experts", 1 if is_v3 else 2)  # null means none
     if num_shared and "n_shared_experts" in config:
         num_shared = hf_config.get_int(config, "n_shared_experts")
     method = config.get("topk_method") or ("noaux_tc" if is_v3 else "greedy")
@@ -106,13 +109,13 @@ def _experts_from_hf(config: Mapping[str, Any], is_v3: bool, activation: str) ->
     hf_config.refuse_unsupported(config, scoring_func="sigmoid" if is_v3 else "softmax")
     if not is_v3 and config.get("norm_topk_prob"):
         raise ValueError(
-            "norm_topk_prob is True; the two published codes of DeepSeek-V2 differ on what it does "
-            "with routed_scaling_factor, and all its checkpoints have False"
+            "norm_topk_prob is True, but the two published versions of DeepSeek-V2 differ in "
+            "how it combines with routed_scaling_factor; all its checkpoints have False"
         )
     num_groups, groups_per_token = 1, 1
     if method != "greedy":
-        of_group = config if not is_v3 else {"n_group": 8, "topk_group": 4} | dict(config)
-        num_groups, groups_per_token = hf_config.require_ints(of_group, "n_group", "topk_group")
+        groups = config if not is_v3 else {"n_group": 8, "topk_group": 4} | dict(config)
+        num_groups, groups_per_token = hf_config.require_ints(groups, "n_group", "topk_group")
     router = RouterConfig(
         num_experts,
         per_token,
@@ -149,8 +152,10 @@ _GATES = {1: "softmax", 2: "sigmoid"}
 
 
 def config_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
-    """From a GGUF file's key-values. Newer files state the lengths of what is cached as key_length
-    and value_length, and those of a head with `_mla` behind; in older ones the former are a head's.
+    """Read a GGUF file's key-values.
+
+    In newer files key_length and value_length are those of the cache, and `key_length_mla` and
+    `value_length_mla` are a head's; in older ones key_length and value_length are a head's.
     """
     keys = GgufKeys(metadata, "deepseek2")
     keys.refuse_unread(_GGUF_READ)
@@ -158,7 +163,7 @@ def config_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) ->
     value_dim = keys.get_int("attention.value_length_mla", keys.get_int("attention.value_length"))
     rope = rope_from_gguf(metadata, "deepseek2", keys.get_int("rope.dimension_count"), tensors)
     multiplier, factor = keys.get_scale("rope.scaling.yarn_log_multiplier", 0.0), 1.0
-    if isinstance(rope.scaling, Yarn):  # all of the temperature is in the softmax's scale
+    if isinstance(rope.scaling, Yarn):  # the whole temperature is in the scale of scores
         factor = rope.scaling.factor
         scaling = dataclasses.replace(rope.scaling, attention_factor=1.0)
         rope = dataclasses.replace(rope, scaling=scaling)
@@ -188,15 +193,15 @@ def config_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) ->
     )
 
 
-# Files from before `expert_group_count` do not say that V3 and R1 choose 4 of 8 groups first; other
-# models with sigmoid gates and this architecture have other numbers of experts, and no groups.
+# Files from before `expert_group_count` do not state that V3 and R1 choose 4 of 8 groups first.
+# Other models with this architecture and sigmoid gates have other numbers of experts and no groups.
 V3_EXPERTS = 256
 
 
 def _experts_from_gguf(keys: GgufKeys, tensors: Mapping[str, Any]) -> ExpertsConfig:
     gate = keys.get("expert_gating_func", 1)
     if gate not in list(_GATES):  # of any type
-        raise ValueError(f"deepseek2.expert_gating_func is {gate}; this build knows {_GATES}")
+        raise ValueError(f"deepseek2.expert_gating_func is {gate}; the supported ones are {_GATES}")
     ffn_dim = keys.get_int("expert_feed_forward_length")
     num_shared = keys.get_int("expert_shared_count", 0, least=0)
     num_experts = keys.get_int("expert_count")

@@ -1,9 +1,9 @@
-"""Where the two formats keep DeepSeek's parameters.
+"""Where the two formats store DeepSeek's parameters.
 
-Both store RoPE's dimensions in pairs that turn together, (0, 1), (2, 3), ...; here they are halves
-(`kernels/rotary.py`), so those rows are put into another order, of queries and keys alike: scores
-do not see it. `kv_b_proj` has, for each head, the rows that make its key and those that make its
-value; the absorbed form (`nn/latent_attention.py`) wants the two apart.
+Both store RoPE's dimensions as adjacent pairs, (0, 1), (2, 3), ...; here RoPE rotates halves
+(`kernels/rotary.py`), so the rows of queries and keys are reordered alike, which leaves the scores
+unchanged. `kv_b_proj` has, for each head, the rows that make its key and those that make its value;
+the absorbed form (`nn/latent_attention.py`) needs them separately.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jaxinfer.models.family import (
     LINEAR,
     LINEAR_STACKED,
     RESHAPED,
-    Rows,
+    RowIndex,
     Shape,
     Transform,
     Weight,
@@ -31,11 +31,13 @@ _ATTENTION = r"blocks\.(\d+)\.attention\."
 _MLP = r"blocks\.(\d+)\.mlp\."
 
 
-def _deinterleave_last(rope_dim: int) -> Callable[[Shape], Rows]:
-    """Rows of heads whose last `rope_dim` numbers are pairs, as halves. The parameter's last axes
-    are heads and numbers, or numbers alone."""
+def _deinterleave_last(rope_dim: int) -> Callable[[Shape], RowIndex]:
+    """Return the row order that turns pairs into halves in each head's last `rope_dim` numbers.
 
-    def rows(shape: Shape) -> Rows:
+    The parameter's last axes are heads and numbers, or numbers alone.
+    """
+
+    def rows(shape: Shape) -> RowIndex:
         heads, numbers = shape[-2:] if len(shape) == 3 else (1, shape[-1])
         order = np.arange(numbers)
         pairs = order[numbers - rope_dim :]
@@ -45,20 +47,21 @@ def _deinterleave_last(rope_dim: int) -> Callable[[Shape], Rows]:
     return rows
 
 
-def _turned(transform: Transform, latent: LatentConfig) -> Transform:
+def _deinterleaved(transform: Transform, latent: LatentConfig) -> Transform:
     if not latent.is_interleaved:
         return transform
     return dataclasses.replace(transform, rows=_deinterleave_last(latent.rope_dim))
 
 
 def _split_kv_b(latent: LatentConfig, num_heads: int) -> tuple[Transform, Transform]:
-    """`k_b` [N, nope_dim, r] and `v_b` [N, r, value_dim] out of [N * (nope_dim + value_dim), r]."""
+    """Return the transforms from [N * (nope_dim + value_dim), r] to `k_b` [N, nope_dim, r] and to
+    `v_b` [N, r, value_dim]."""
     nope, width = latent.nope_dim, latent.nope_dim + latent.value_dim
     stored_shape = lambda shape: (num_heads * width, latent.kv_rank)
 
-    def rows(start: int, end: int) -> Callable[[Shape], Rows]:
-        of_heads = np.arange(num_heads)[:, None] * width + np.arange(start, end)
-        return lambda shape: of_heads.reshape(-1)
+    def rows(start: int, end: int) -> Callable[[Shape], RowIndex]:
+        head_rows = np.arange(num_heads)[:, None] * width + np.arange(start, end)
+        return lambda shape: head_rows.reshape(-1)
 
     def transposed(stored: np.ndarray, shape: Shape) -> np.ndarray:
         return stored.reshape(LINEAR_STACKED.stored_shape(shape)).swapaxes(-1, -2)
@@ -76,16 +79,18 @@ def hf_weights(config: Any) -> WeightTable:
         Weight(_ATTENTION + r"q_a\.weight", attention + "q_a_proj.weight", LINEAR),
         Weight(_ATTENTION + r"q_a\.bias", attention + "q_a_proj.bias"),
         Weight(_ATTENTION + r"q_a_norm\.weight", attention + "q_a_layernorm.weight"),
-        Weight(_ATTENTION + r"q\.weight", attention + f"{q}.weight", _turned(LINEAR, latent)),
+        Weight(
+            _ATTENTION + r"q\.weight", attention + f"{q}.weight", _deinterleaved(LINEAR, latent)
+        ),
         Weight(
             _ATTENTION + r"kv_a\.weight",
             attention + "kv_a_proj_with_mqa.weight",
-            _turned(LINEAR, latent),
+            _deinterleaved(LINEAR, latent),
         ),
         Weight(
             _ATTENTION + r"kv_a\.bias",
             attention + "kv_a_proj_with_mqa.bias",
-            _turned(RESHAPED, latent),
+            _deinterleaved(RESHAPED, latent),
         ),
         Weight(_ATTENTION + r"kv_a_norm\.weight", attention + "kv_a_layernorm.weight"),
         Weight(_ATTENTION + "k_b", attention + "kv_b_proj.weight", k_b),
@@ -105,8 +110,8 @@ def hf_weights(config: Any) -> WeightTable:
             _MLP + r"shared\.down\.weight", layer + "mlp.shared_experts.down_proj.weight", LINEAR
         ),
     )
-    further = rf"model\.layers\.{config.num_layers}\..*"  # the modules that predict further tokens
-    return WeightTable((*rows, *HF_ROWS), (*HF_IGNORED, further))
+    mtp = rf"model\.layers\.{config.num_layers}\..*"  # multi-token prediction modules
+    return WeightTable((*rows, *HF_ROWS), (*HF_IGNORED, mtp))
 
 
 def gguf_weights(config: Any) -> WeightTable:
@@ -126,9 +131,13 @@ def gguf_weights(config: Any) -> WeightTable:
     rows = (
         Weight(_ATTENTION + r"q_a\.weight", r"blk.\1.attn_q_a.weight", LINEAR),
         Weight(_ATTENTION + r"q_a_norm\.weight", r"blk.\1.attn_q_a_norm.weight"),
-        Weight(_ATTENTION + r"q\.weight", rf"blk.\1.attn_{q}.weight", _turned(LINEAR, latent)),
         Weight(
-            _ATTENTION + r"kv_a\.weight", r"blk.\1.attn_kv_a_mqa.weight", _turned(LINEAR, latent)
+            _ATTENTION + r"q\.weight", rf"blk.\1.attn_{q}.weight", _deinterleaved(LINEAR, latent)
+        ),
+        Weight(
+            _ATTENTION + r"kv_a\.weight",
+            r"blk.\1.attn_kv_a_mqa.weight",
+            _deinterleaved(LINEAR, latent),
         ),
         Weight(_ATTENTION + r"kv_a_norm\.weight", r"blk.\1.attn_kv_a_norm.weight"),
         *kv_b,

@@ -1,7 +1,7 @@
-"""The encoder of the BERT-like families: post-norm blocks of attention to both sides and an MLP.
+"""The encoder of the BERT-like families: post-norm blocks of bidirectional attention and an MLP.
 
-A batch is R rows of equal padded length; row r holds `lengths[r]` tokens, and what lies behind them
-is computed and seen by nobody. There is no cache: every token of a text is there at once.
+A batch is R rows of equal padded length. Row r has `lengths[r]` tokens; the padding after them is
+computed, but no token attends to it. There is no cache: all tokens of a text are in one batch.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.kernels.flash_attention import AttentionMask, AttentionVariant, flash_attention
-from jaxinfer.kernels.gated_mlp.activations import ACTIVATIONS
-from jaxinfer.nn.checks import epsilon_errors, int_fields, raise_errors, whole_number_errors
+from jaxinfer.nn.checks import raise_errors, transformer_errors
 from jaxinfer.nn.layers import MLP, Embedding, LayerNorm, Linear, Numerics, parameter
 
 
 @dataclasses.dataclass(frozen=True)
 class EncoderConfig:
-    """Shape and variant of an encoder. All fields but the last two change what is computed."""
+    """The shape and variant of an encoder. All fields but the last two change what is computed."""
 
     vocab_size: int
     num_layers: int
@@ -32,26 +31,21 @@ class EncoderConfig:
     num_token_types: int  # rows of the segment table; 0: there is none
     norm_eps: float = 1e-12
     activation: str = "gelu"
-    first_position: int = 0  # of the table: the first token's
-    padding_token_id: int | None = None  # takes no position: RoBERTa's padding, were it in a text
-    # How a Hugging Face file spells its tensors: what stands before all names, and after a norm's.
+    first_position: int = 0  # the first token's row of the position table
+    padding_token_id: int | None = None  # takes no position, even within a text (RoBERTa)
+    # The tensor names in a Hugging Face file: a prefix of all names, and the suffixes of a norm's.
     prefix: str = ""
     norm_names: tuple[str, str] = ("weight", "bias")
 
     def __post_init__(self):
         least = {"num_token_types": 0, "first_position": 0}
-        wrong = whole_number_errors(int_fields(self), least)
-        if not wrong and self.model_dim % self.num_heads:
-            wrong.append(f"model_dim {self.model_dim} is no multiple of {self.num_heads} heads")
-        if not wrong and self.max_len < 1:
-            wrong.append(
+        errors = transformer_errors(self, least)
+        if not errors and self.max_len < 1:
+            errors.append(
                 f"num_positions is {self.num_positions}; the first token takes position "
                 f"{self.first_position}"
             )
-        wrong += epsilon_errors("norm_eps", self.norm_eps)
-        if self.activation not in ACTIVATIONS:
-            wrong.append(f"activation is {self.activation!r}; there are {', '.join(ACTIVATIONS)}")
-        raise_errors("the model's configuration", wrong)
+        raise_errors("the model's configuration", errors)
 
     @property
     def head_dim(self) -> int:
@@ -59,7 +53,7 @@ class EncoderConfig:
 
     @property
     def max_len(self) -> int:
-        """Tokens of a text that have a position."""
+        """The largest number of tokens of a text that have a position."""
         return self.num_positions - self.first_position
 
 
@@ -78,7 +72,7 @@ class SelfAttention(nnx.Module):
         self.o = Linear((N, H, D), out_axes, numerics, num_inputs=2, has_bias=True)
 
     def __call__(self, x: Float[Array, "T D"], lengths: Int[Array, " R"]) -> Float[Array, "T D"]:
-        """`x` is R rows of T / R tokens."""
+        """Attend within each row; `x` is R rows of T / R tokens."""
         rows = lambda y: y.reshape(lengths.shape[0], -1, *y.shape[1:])
         q, k, v = rows(self.q(x)), rows(self.k(x)), rows(self.v(x))
         variant, mask = AttentionVariant(self.scale), AttentionMask(kv_len=lengths)
@@ -103,7 +97,7 @@ class EncoderBlock(nnx.Module):
 
 
 class Encoder(nnx.Module):
-    """Token ids of padded rows in, a hidden state of every token out."""
+    """An encoder over padded rows of token ids."""
 
     def __init__(self, config: EncoderConfig, numerics: Numerics):
         self.config = config
@@ -118,23 +112,25 @@ class Encoder(nnx.Module):
     def __call__(
         self, token_ids: Int[Array, "R T"], lengths: Int[Array, " R"]
     ) -> Float[Array, "R T D"]:
-        """Hidden states after the last block; those at and past a row's length mean nothing."""
+        """Return the last block's hidden states; those past a row's length are undefined."""
         R, T = token_ids.shape
-        places = self.positions[...][self._positions(token_ids)].reshape(R * T, -1)
+        positions = self.positions[...][self._positions(token_ids)].reshape(R * T, -1)
         x = self.embed(token_ids.reshape(-1))
-        if self.token_types is not None:  # one text, hence segment 0
+        if self.token_types is not None:  # a row is one text, so all its tokens are segment 0
             x = x + self.token_types[...][0]
-        x, _ = self.embed_norm.add_norm(x, places)
+        x, _ = self.embed_norm.add_norm(x, positions)
         for i, block in enumerate(self.blocks):
             with jax.named_scope(f"block_{i}"):
                 x = block(x, lengths)
         return x.reshape(R, T, -1)
 
     def _positions(self, token_ids: Int[Array, "R T"]) -> Int[Array, "R T"]:
-        """Rows of the position table. Where a token takes none, those after it move up, and it has
-        the row before the first token's."""
-        first, unplaced = self.config.first_position, self.config.padding_token_id
-        if unplaced is None:
+        """Return the rows of the position table.
+
+        Padding tokens take the row before the first token's; the tokens after them move up.
+        """
+        first, padding = self.config.first_position, self.config.padding_token_id
+        if padding is None:
             return jnp.broadcast_to(first + jnp.arange(token_ids.shape[1]), token_ids.shape)
-        is_placed = token_ids != unplaced
-        return jnp.where(is_placed, jnp.cumsum(is_placed, axis=1), 0) + first - 1
+        has_position = token_ids != padding
+        return jnp.where(has_position, jnp.cumsum(has_position, axis=1), 0) + first - 1

@@ -1,4 +1,4 @@
-"""What the families of mixtures of experts share: rows of weight tables, layers' configurations."""
+"""Weight-table rows and layer configurations that mixture-of-experts families share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxinfer.nn.rope import Rope
 _MLP = r"blocks\.(\d+)\.mlp\."
 _HF = r"model.layers.\1.mlp."
 
-# Qwen's and DeepSeek's names.
+# The names in Qwen's and DeepSeek's files.
 HF_EXPERTS_ROWS: tuple[Weight, ...] = (
     Weight(rf"{_MLP}router", rf"{_HF}gate.weight", LINEAR),
     Weight(rf"{_MLP}(gate|up|down)", rf"{_HF}experts.{{}}.\2_proj.weight", LINEAR),
@@ -24,7 +24,7 @@ HF_EXPERTS_ROWS: tuple[Weight, ...] = (
 
 
 def hf_shared_rows(name: str) -> tuple[Weight, ...]:
-    """Of the experts for all tokens: `shared_expert` (Qwen), `shared_experts` (DeepSeek)."""
+    """Return rows of the shared experts, stored as `shared_expert` (Qwen) or `shared_experts`."""
     return (
         Weight(
             rf"{_MLP}shared\.gate_up",
@@ -43,8 +43,8 @@ GGUF_EXPERTS_ROWS: tuple[Weight, ...] = (
         rf"{_MLP}(gate|up|down)",
         r"blk.\1.ffn_\2_exps.weight",
         LINEAR_STACKED,
-        # Files from before April 2024.
-        other=Weight(rf"{_MLP}(gate|up|down)", r"blk.\1.ffn_\2.{}.weight", LINEAR),
+        # The names in files from before April 2024.
+        alternative=Weight(rf"{_MLP}(gate|up|down)", r"blk.\1.ffn_\2.{}.weight", LINEAR),
     ),
     Weight(rf"{_MLP}(gate|up|down)_bias", r"blk.\1.ffn_\2_exps.bias"),
     Weight(rf"{_MLP}shared_gate", r"blk.\1.ffn_gate_inp_shexp.weight", RESHAPED),
@@ -56,7 +56,7 @@ GGUF_EXPERTS_ROWS: tuple[Weight, ...] = (
     Weight(rf"{_MLP}shared\.down\.weight", r"blk.\1.ffn_down_shexp.weight", LINEAR),
 )
 
-# What `layers_from_gguf` reads, beside the keys of every decoder.
+# The keys that `layers_from_gguf` reads, and those of every decoder.
 EXPERT_KEYS = DECODER_KEYS | {
     "expert_count",
     "expert_used_count",
@@ -68,7 +68,7 @@ EXPERT_KEYS = DECODER_KEYS | {
 
 
 def num_experts(config: Mapping[str, Any]) -> int:
-    """The number of experts in a config.json; transformers 5 writes another key for some."""
+    """Return the number of experts in a config.json; transformers 5 writes another key for some."""
     return require_ints(
         config, "num_local_experts" if "num_local_experts" in config else "num_experts"
     )[0]
@@ -77,10 +77,11 @@ def num_experts(config: Mapping[str, Any]) -> int:
 def mixed_layers(
     layers: Sequence[LayerConfig], experts: ExpertsConfig, is_mixture: Sequence[bool]
 ) -> tuple[LayerConfig, ...]:
-    """`layers`, dense ones, with experts in the place of the MLP where `is_mixture` says so."""
+    """Return `layers` with experts in place of the MLP where `is_mixture` is true."""
     mixture = lambda layer: dataclasses.replace(layer, ffn_dim=None, experts=experts)
     return tuple(
-        mixture(layer) if is_it else layer for layer, is_it in zip(layers, is_mixture, strict=True)
+        mixture(layer) if has_experts else layer
+        for layer, has_experts in zip(layers, is_mixture, strict=True)
     )
 
 
@@ -92,13 +93,13 @@ def layers_from_gguf(
     renormalize: bool,
     default_ffn_dim: int | None = None,
     windows: Sequence[int | None] = (None,),
-    **particular: Any,
+    **experts_fields: Any,
 ) -> tuple[LayerConfig, ...]:
-    """The layers of a GGUF file; those that have a router have experts.
+    """Return the layers of a GGUF file; layers that have a router have experts.
 
-    `renormalize` is what the architecture does where the file does not say, and `default_ffn_dim`
-    the width of its experts (None: the layer's, over the experts a token takes); layer i has the
-    window `windows[i % len(windows)]`; `particular` are fields of `ExpertsConfig`.
+    `renormalize` and `default_ffn_dim` (None: the layer's width divided by the experts per token)
+    are the architecture's defaults for a file that does not state them. Layer i has the window
+    `windows[i % len(windows)]`. `experts_fields` are further fields of `ExpertsConfig`.
     """
     ffn_dim, per_token = keys.get_int("feed_forward_length"), keys.get_int("expert_used_count")
     router = RouterConfig(
@@ -110,7 +111,7 @@ def layers_from_gguf(
     )
     default_ffn_dim = default_ffn_dim or max(1, ffn_dim // per_token)
     experts_dim = keys.get_int("expert_feed_forward_length", default_ffn_dim)
-    experts = ExpertsConfig(router, experts_dim, **particular)
+    experts = ExpertsConfig(router, experts_dim, **experts_fields)
     count = keys.num_layers()
     layers = [LayerConfig(rope, ffn_dim, windows[i % len(windows)]) for i in range(count)]
     return mixed_layers(

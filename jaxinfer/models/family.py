@@ -1,4 +1,4 @@
-"""What a model family is: config mapping, weight-name tables, and the module that computes it."""
+"""A model family: how its configurations and weights are read, and the module that runs it."""
 
 from __future__ import annotations
 
@@ -14,34 +14,33 @@ from flax import nnx
 from jaxinfer.nn.layers import Numerics
 
 Shape = tuple[int, ...]
-
-
-Rows = slice | np.ndarray
+RowIndex = slice | np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
 class Transform:
-    """From a stored tensor to a parameter: the stored shape it expects, and the change.
+    """How a stored tensor becomes a parameter: the stored shape it expects, and the change.
 
-    `rows` says which of the tensor's rows (its first axis) are wanted, in which order: of a fused
-    tensor some, of a permuted one all. `is_matrix`: it is stored as [outputs, inputs], and wanted
-    the other way round, so that rows are outputs; quantized weights are read by these two alone.
-    `keeps_inputs`: it is stored as wanted, save that some of its outputs may belong to others.
+    `rows` selects rows (along the first axis) of the tensor: some rows of a fused tensor, or all
+    rows of a permuted one, in another order. `is_matrix` says that the tensor is stored as
+    [outputs, inputs] and is transposed, so that its rows are outputs; quantized weights are read by
+    these two fields alone. `keeps_inputs` says that the tensor is stored as [inputs, outputs],
+    possibly with outputs of other parameters.
     """
 
     stored_shape: Callable[[Shape], Shape]
     apply: Callable[[np.ndarray, Shape], np.ndarray]
-    rows: Callable[[Shape], Rows] | None = None
+    rows: Callable[[Shape], RowIndex] | None = None
     is_matrix: bool = False
     keeps_inputs: bool = False
 
     def read(self, stored: np.ndarray, shape: Shape) -> np.ndarray:
-        """The parameter of `shape` out of the stored tensor."""
+        """Return the parameter of `shape` from the stored tensor."""
         return self.apply(stored if self.rows is None else stored[self.rows(shape)], shape)
 
 
 def _flat_after(axis: int) -> Callable[[Shape], Shape]:
-    """Two-dimensional stored shape [out, in] of a parameter [in axes, out axes] cut at `axis`."""
+    """Return the stored shape [out, in] of a parameter [in axes, out axes] split at `axis`."""
     return lambda shape: (math.prod(shape[axis:]), math.prod(shape[:axis]))
 
 
@@ -58,8 +57,11 @@ def _reshaped(stored: np.ndarray, shape: Shape) -> np.ndarray:
 
 
 def halves_from_pairs(shape: Shape) -> np.ndarray:
-    """Undo the GGUF converter's reordering of q and k rows, per head from (0, 1), (2, 3), ...
-    (adjacent pairs turn together) back to (0, H/2), (1, H/2 + 1), ... (halves)."""
+    """Return the row order that undoes the GGUF converter's reordering of q and k rows.
+
+    In each head the converter makes RoPE rotate adjacent pairs (0, 1), (2, 3), ...; here RoPE
+    rotates halves (0, H/2), (1, H/2 + 1), ...
+    """
     heads, head_dim = shape[-2:]
     rows = np.arange(heads * head_dim).reshape(heads, head_dim // 2, 2)
     return rows.swapaxes(1, 2).reshape(-1)
@@ -67,11 +69,11 @@ def halves_from_pairs(shape: Shape) -> np.ndarray:
 
 AS_STORED = Transform(lambda shape: shape, lambda stored, shape: stored, keeps_inputs=True)
 RESHAPED = Transform(_flat, _reshaped)
-# [out, in] -> [in, *out]: gate, up, down, head, and q, k, v with their heads unfolded.
+# [out, in] -> [in, *out]: gate, up, down, head, and q, k, v (whose out is [N, H]).
 LINEAR = Transform(_flat_after(1), _transposed, is_matrix=True)
 # [out, in] -> [*in, out] with two input axes: the attention's output projection.
 LINEAR_FROM_HEADS = Transform(_flat_after(2), _transposed, is_matrix=True)
-# [2 * out, in] -> [2, in, out]: gate and up in one tensor, gate's rows first.
+# [2 * out, in] -> [2, in, out]: gate and up in one tensor, gate first.
 LINEAR_JOINED = Transform(
     lambda shape: (shape[0] * shape[2], shape[1]),
     lambda stored, shape: stored.reshape(shape[0], shape[2], -1).swapaxes(1, 2),
@@ -87,21 +89,21 @@ LINEAR_PAIRED = dataclasses.replace(LINEAR, rows=halves_from_pairs)
 BIAS_PAIRED = dataclasses.replace(RESHAPED, rows=halves_from_pairs)
 
 
-def part_of(transform: Transform, start: int, total: int) -> Transform:
-    """`transform` of a tensor that lies in a fused one of `total` rows, from row `start` on."""
+def fused_part(transform: Transform, start: int, total: int) -> Transform:
+    """Return `transform` for a part of a fused tensor of `total` rows that begins at `start`."""
     assert transform.rows is None
 
     def stored_shape(shape: Shape) -> Shape:
         return (total, *transform.stored_shape(shape)[1:])
 
-    def rows(shape: Shape) -> Rows:
+    def rows(shape: Shape) -> RowIndex:
         return slice(start, start + transform.stored_shape(shape)[0])
 
     return dataclasses.replace(transform, stored_shape=stored_shape, rows=rows)
 
 
 def every_other(start: int) -> Transform:
-    """The outputs `start`, `start + 2`, ... of a tensor stored as wanted, [*in, 2 * out]."""
+    """Return a transform to the outputs `start`, `start + 2`, ... of a tensor [*in, 2 * out]."""
     return Transform(
         lambda shape: (*shape[:-1], 2 * shape[-1]),
         lambda stored, shape: stored[..., start::2],
@@ -109,34 +111,35 @@ def every_other(start: int) -> Transform:
     )
 
 
-EACH = "{}"
+ITEM_NUMBER = "{}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
     """One row of a weight table: parameter path (regex), stored name (template), transform.
 
-    Of several stored names, each is one item of the parameter's first dimension; a name with `{}`
-    stands for one name an item, with the item's number in place of the braces. `other` is another
-    way in which files of the format store it; it counts for a file that has all of its names.
+    With several stored names, each is one item of the parameter's first dimension. A name with `{}`
+    stands for one name per item, with the item's number in place of the braces. `alternative` is
+    another way in which files of the format store the parameter; it is used for a file that has all
+    of its names.
     """
 
     path: str
     stored: str | tuple[str, ...]
     transform: Transform = AS_STORED
-    other: Weight | None = None
+    alternative: Weight | None = None
 
     def names(self, path: str, dims: Shape) -> str | tuple[str, ...] | None:
-        """The stored name of the parameter at `path`, or its items' names; None of another path."""
+        """Return the stored name or names of the parameter at `path`; None for another path."""
         match = re.fullmatch(self.path, path)
         if match is None:
             return None
         if isinstance(self.stored, tuple):
             return tuple(map(match.expand, self.stored))
         name = match.expand(self.stored)
-        if EACH not in name:
+        if ITEM_NUMBER not in name:
             return name
-        return tuple(name.replace(EACH, str(i)) for i in range(dims[0]))
+        return tuple(name.replace(ITEM_NUMBER, str(i)) for i in range(dims[0]))
 
 
 def _as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
@@ -145,10 +148,10 @@ def _as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class WeightTable:
-    """Where a format keeps a family's parameters. `ignored`: stored names (regex) not wanted.
+    """Where a format stores a family's parameters; `ignored` are stored names (regex) not needed.
 
-    `renamed`: (regex, template) for files that store the same tensors under other names; the first
-    that matches a whole name makes it the one that `weights` and `ignored` speak of.
+    `renamed` has pairs (regex, template) for files that store the same tensors under other names.
+    The first regex that matches a whole name turns it into the one in `weights` and `ignored`.
     """
 
     weights: tuple[Weight, ...]
@@ -156,27 +159,29 @@ class WeightTable:
     renamed: tuple[tuple[str, str], ...] = ()
 
     def known_name(self, stored: str) -> str:
-        """The name by which this table knows a stored tensor."""
+        """Return the name that this table has for a stored tensor."""
         for pattern, template in self.renamed:
             if match := re.fullmatch(pattern, stored):
                 return match.expand(template)
         return stored
 
     def lookup(
-        self, path: str, dims: Shape, there: Container[str] = ()
+        self, path: str, dims: Shape, available: Container[str] = ()
     ) -> tuple[str | tuple[str, ...], Transform]:
-        """The stored names and transform of the parameter at `path`; `KeyError` without any.
-        `there` are the names that the file has."""
+        """Return the stored names and the transform of the parameter at `path`.
+
+        `available` are the names that the file has. Raises `KeyError` if no row matches.
+        """
         for weight in self.weights:
             if (names := weight.names(path, dims)) is None:
                 continue
-            if (other := weight.other) is not None:
-                # One name first, all only if it is there: a config may claim any number of them.
-                first = other.names(path, (1, *dims[1:]))
-                if first and _as_tuple(first)[0] in there:
-                    others = _as_tuple(other.names(path, dims) or ())
-                    if all(name in there for name in others):
-                        return others, other.transform
+            if (alternative := weight.alternative) is not None:
+                # Test one name before listing all: a config may claim any number of them.
+                first = alternative.names(path, (1, *dims[1:]))
+                if first and _as_tuple(first)[0] in available:
+                    others = _as_tuple(alternative.names(path, dims) or ())
+                    if all(name in available for name in others):
+                        return others, alternative.transform
             return names, weight.transform
         raise KeyError(path)
 
@@ -188,23 +193,23 @@ class WeightTable:
 class Family:
     """A row of the registry (`models/__init__.py`).
 
-    `config_from_hf` takes config.json's dict; `config_from_gguf` the file's key-values and its
-    tensors' readers (None: no GGUF files of this family). Both return the family's config or raise
-    `ValueError` naming what does not fit. `build(config, numerics)` makes the module; called under
-    `nnx.eval_shape`. The tables are functions of the config, since where a fused tensor is cut
-    depends on it.
+    `config_from_hf` takes config.json's dict; `config_from_gguf` takes the file's key-values and
+    the readers of its tensors (None: the family has no GGUF files). Both return the family's config
+    or raise `ValueError` naming what is not supported. `build(config, numerics)` makes the module
+    and is called under `nnx.eval_shape`. The weight tables are functions of the config, because it
+    decides where a fused tensor is split.
 
-    `restarts_at_limit`: what was computed of a sequence is computed anew, at its length then, when
-    it passes the config's `length_limit`, as the reference's `generate` does for this family.
+    `restarts_at_limit` says that a sequence that passes the config's `length_limit` is recomputed
+    with its new length, as the reference's `generate` does for this family.
 
     A decoder's config has `vocab_size`, `num_layers`, `max_len`, `cache` (`ragged.CacheShape`)
-    and `length_limit` (`DecoderConfig`); its module is called and has `logits` as `Decoder` does.
-    Where it has `has_position_table`, and that is true, there are no positions past `max_len`. An
-    encoder's has `vocab_size`, `num_layers`, `model_dim` and `max_len`; it has no cache.
+    and `length_limit` (as in `DecoderConfig`), and its module has the methods of `Decoder`. If it
+    has `has_position_table` and that is true, there are no positions past `max_len`. An encoder's
+    config has `vocab_size`, `num_layers`, `model_dim` and `max_len`; it has no cache.
     """
 
     name: str
-    models: str  # the published models it runs, as docs/models.md names them
+    models: str  # the published models it runs, as listed in docs/models.md
     build: Callable[[Any, Numerics], nnx.Module]
     config_from_hf: Callable[[Mapping[str, Any], Mapping[str, Any]], Any]
     hf_weights: Callable[[Any], WeightTable]

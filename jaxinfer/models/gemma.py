@@ -1,9 +1,9 @@
 """Gemma 1, 2 and 3: scaled embeddings, norms that multiply by 1 + weight, a tied head.
 
-Gemma 2 has norms around attention and MLP, soft caps, and a window in every second layer. Gemma 3
-has norms on q and k in place of the soft cap of scores, a window in five layers of six, and two
-RoPEs: sliding layers have a theta of their own, and no scaling. Of Gemma 3 with images the text
-model is read.
+Gemma 2 has norms before and after attention and MLP, soft caps, and a window in every second layer.
+Gemma 3 has norms of q and k in place of the soft cap of scores, a window in five layers of six, and
+two RoPEs: the sliding layers have another theta, and no scaling. Of a Gemma 3 with images only the
+text model is read.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from jaxinfer.models.rope_config import rope_from_gguf, rope_from_hf, ropes_from
 from jaxinfer.nn.rope import Rope
 
 GELU = "gelu_pytorch_tanh"
-# What the configuration classes say where config.json is silent; Gemma 3's is nearly empty.
+# The defaults of the configuration classes. The config.json of a Gemma 3 has few keys.
 DEFAULTS = {
     "head_dim": 256,
     "max_position_embeddings": 8192,
@@ -56,20 +56,20 @@ GEMMA3_DEFAULTS = DEFAULTS | {
     "sliding_window": 4096,
 }
 GLOBAL_THETA, LOCAL_THETA = 1_000_000.0, 10_000.0  # Gemma 3's
-# The GGUF files have no key for the scale of scores, and only the largest models, told apart by
-# their number of layers, scale by model_dim / num_heads and not by the head's dimension.
+# The GGUF files have no key for the scale of scores. Only the largest models, recognized by their
+# number of layers, scale by model_dim / num_heads rather than by the head's dimension.
 NUM_LAYERS_27B = {"gemma2": 46, "gemma3": 62}
 
 _PRE_NORM = Weight(
     r"blocks\.(\d+)\.mlp_norm\.weight", r"model.layers.\1.pre_feedforward_layernorm.weight"
 )
 HF_WEIGHTS = WeightTable(HF_ROWS, HF_IGNORED)
-HF_WEIGHTS_AROUND = WeightTable((_PRE_NORM, *HF_ROWS), HF_IGNORED + HF_IMAGES, HF_WRAPPED)
+HF_WEIGHTS_WITH_POST_NORMS = WeightTable((_PRE_NORM, *HF_ROWS), HF_IGNORED + HF_IMAGES, HF_WRAPPED)
 GGUF_WEIGHTS = WeightTable(GGUF_HALVES_ROWS, GGUF_IGNORED)
 
 
 def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of all three generations, but for the layers."""
+    """Return the fields that all three generations share, except the layers."""
     hf_config.refuse_unsupported(config, use_bidirectional_attention=False)
     has_bias = bool(config.get("attention_bias", False))
     fields = hf_config.decoder_fields(config)
@@ -82,9 +82,12 @@ def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gemma_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
-    """From config.json. A `hidden_act` of "gelu" means the approximation by tanh, as the reference
-    reads it: the publisher's first files say so of models trained with the approximation. The exact
-    one is asked for by `hidden_activation`, which goes before it."""
+    """Read config.json.
+
+    A `hidden_act` of "gelu" means the tanh approximation, as in the reference, because the first
+    published files state it for models that were trained with the approximation.
+    `hidden_activation` takes precedence, and can select the exact GELU.
+    """
     config = DEFAULTS | dict(config)
     [ffn_dim] = hf_config.require_ints(config, "intermediate_size")
     fields = _fields(config | {"hidden_act": config.get("hidden_activation") or GELU})
@@ -95,7 +98,7 @@ def gemma_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Deco
 
 
 def gemma2_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
-    """From config.json."""
+    """Read config.json."""
     config = GEMMA2_DEFAULTS | dict(config)
     [ffn_dim] = hf_config.require_ints(config, "intermediate_size")
     fields = _fields({k: v for k, v in config.items() if k != "hidden_act"})
@@ -114,10 +117,10 @@ def gemma2_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Dec
 
 
 def gemma3_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
-    """From config.json of a text model, or of one with images, whose `text_config` is read."""
+    """Read the config.json of a text model, or the `text_config` of one with images."""
     if "text_config" in config:
         config = hf_config.get_object(config, "text_config")
-        # The reference leaves it out where there are images; no published model sets it.
+        # The reference omits it in models with images; no published model sets it.
         hf_config.refuse_unsupported(config, final_logit_softcapping=None)
     config = GEMMA3_DEFAULTS | dict(config)
     hf_config.refuse_unsupported(config, attn_logit_softcapping=None)
@@ -146,7 +149,10 @@ def gemma3_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Dec
 
 
 def _gguf_fields(keys: GgufKeys, tensors: Mapping[str, Any], read: set[str]) -> dict[str, Any]:
-    """Fields of all three, but for the layers. The converter has added 1 to the norms' weights."""
+    """Return the fields that all three share, except the layers.
+
+    The converter adds 1 to the norms' weights, so there is no `norm_offset`.
+    """
     keys.refuse_unread(DECODER_KEYS | read)
     fields = gguf_config.decoder_fields(keys, tensors)
     fields |= {"activation": GELU, "embedding_scale": math.sqrt(fields["model_dim"])}
@@ -156,7 +162,7 @@ def _gguf_fields(keys: GgufKeys, tensors: Mapping[str, Any], read: set[str]) -> 
 
 
 def gemma_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
-    """From a GGUF file's key-values."""
+    """Read a GGUF file's key-values."""
     keys = GgufKeys(metadata, "gemma")
     fields = _gguf_fields(keys, tensors, set())
     rope = rope_from_gguf(metadata, "gemma", fields["head_dim"], tensors)
@@ -164,8 +170,8 @@ def gemma_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> 
 
 
 def gemma2_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
-    """From a GGUF file's key-values; the oldest lack the window and the caps, which are the same
-    in all published models."""
+    """Read a GGUF file's key-values. The oldest files lack the window and the caps, which are the
+    same in all published models."""
     keys = GgufKeys(metadata, "gemma2")
     caps = {"attn_logit_softcapping", "final_logit_softcapping"}
     fields = _gguf_fields(keys, tensors, caps | {"attention.sliding_window"})
@@ -182,7 +188,7 @@ def gemma2_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) ->
 
 
 def gemma3_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
-    """From a GGUF file's key-values; which layers slide is fixed, five of six."""
+    """Read a GGUF file's key-values; five layers of six are sliding."""
     keys = GgufKeys(metadata, "gemma3")
     read = {"attention.sliding_window", "rope.freq_base_swa", "final_logit_softcapping"}
     fields = _gguf_fields(keys, tensors, read)
@@ -218,7 +224,7 @@ GEMMA2 = Family(
     build=Decoder,
     config_from_hf=gemma2_from_hf,
     config_from_gguf=gemma2_from_gguf,
-    hf_weights=lambda config: HF_WEIGHTS_AROUND,
+    hf_weights=lambda config: HF_WEIGHTS_WITH_POST_NORMS,
     gguf_weights=lambda config: GGUF_WEIGHTS,
 )
 GEMMA3 = Family(
@@ -227,6 +233,6 @@ GEMMA3 = Family(
     build=Decoder,
     config_from_hf=gemma3_from_hf,
     config_from_gguf=gemma3_from_gguf,
-    hf_weights=lambda config: HF_WEIGHTS_AROUND,
+    hf_weights=lambda config: HF_WEIGHTS_WITH_POST_NORMS,
     gguf_weights=lambda config: GGUF_WEIGHTS,
 )

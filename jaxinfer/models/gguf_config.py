@@ -1,4 +1,5 @@
-"""Reading a GGUF file's hyperparameters: keys of one architecture; unread ones are refused."""
+"""Readers of a GGUF file's hyperparameters. Keys that may change the arithmetic and are not read
+are refused."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any
 from jaxinfer.models.hf_config import check_num_layers
 from jaxinfer.nn.checks import positive_errors, whole_number_errors
 
-# Beginnings of keys that say how the model computes.
+# Prefixes of keys that say how the model computes.
 WATCHED_PREFIXES = (
     "attention.",
     "rope.",
@@ -26,7 +27,7 @@ WATCHED_PREFIXES = (
 
 
 class GgufKeys:
-    """The key-values of one architecture, without its prefix."""
+    """The key-values of one architecture, by names without its prefix."""
 
     def __init__(self, metadata: Mapping[str, Any], architecture: str):
         self.metadata = metadata
@@ -36,14 +37,14 @@ class GgufKeys:
         return self.metadata.get(f"{self.architecture}.{name}", default)
 
     def require(self, name: str) -> Any:
-        """The value of a key; `ValueError` where there is none."""
+        """Return the value of a key; raise `ValueError` if it is missing."""
         value = self.get(name)
         if value is None:
             raise ValueError(f"the GGUF file has no {self.architecture}.{name}")
         return value
 
     def get_int(self, name: str, default: int | None = None, least: int = 1) -> int:
-        """A whole number of at least `least`; `ValueError` otherwise."""
+        """Return an integer of at least `least`; raise `ValueError` for anything else."""
         value = self.require(name) if default is None else self.get(name, default)
         full = f"{self.architecture}.{name}"
         if wrong := whole_number_errors({full: value}, {full: least}):
@@ -51,23 +52,23 @@ class GgufKeys:
         return value
 
     def get_float(self, name: str, default: float | None = None) -> float:
-        """A finite number above 0; `ValueError` otherwise."""
+        """Return a finite number above 0; raise `ValueError` for anything else."""
         value = self.require(name) if default is None else self.get(name, default)
         if wrong := positive_errors({f"{self.architecture}.{name}": value}):
             raise ValueError(wrong[0])
         return float(value)
 
     def get_scale(self, name: str, default: float = 1.0) -> float:
-        """As `number`; a 0 in the file is none, as llama.cpp reads it: `default`."""
+        """Return a finite number above 0; a 0 in the file means `default`, as in llama.cpp."""
         return default if self.get(name) in (None, 0) else self.get_float(name)
 
     def num_layers(self) -> int:
-        """The number of blocks; `ValueError` where it is above what is read."""
+        """Return the number of blocks; raise `ValueError` if it is above the limit."""
         return check_num_layers(f"{self.architecture}.block_count", self.get_int("block_count"))
 
     def refuse_unread(self, read: Set[str]) -> None:
-        """`ValueError` for keys of attention, RoPE, experts and the like that are not `read`: each
-        may change the arithmetic."""
+        """Raise `ValueError` for keys of attention, RoPE, experts and the like that are not in
+        `read`, since each may change the arithmetic."""
         unread = [
             name
             for name in self.metadata
@@ -75,12 +76,10 @@ class GgufKeys:
             and name.removeprefix(f"{self.architecture}.") not in read
         ]
         if unread:
-            raise ValueError(
-                f"the GGUF file sets {', '.join(unread)}, which this build cannot honour"
-            )
+            raise ValueError(f"the GGUF file sets {', '.join(unread)}, which are not supported")
 
 
-# What `decoder_fields` and `models.rope_config.rope_from_gguf` read.
+# The keys that `decoder_fields` and `models.rope_config.rope_from_gguf` read.
 DECODER_KEYS = frozenset(
     (
         "attention.head_count",
@@ -104,19 +103,21 @@ DECODER_KEYS = frozenset(
 
 
 def has_block_tensor(tensors: Mapping[str, Any], name: str) -> bool:
-    """Whether any block has this tensor: which ones do is for the loader to check, by name."""
+    """Whether any block has this tensor; the loader checks that all blocks that need it do."""
     return any(re.fullmatch(rf"blk\.\d+\.{re.escape(name)}", stored) for stored in tensors)
 
 
 def decoder_fields(keys: GgufKeys, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a `DecoderConfig` that nearly all architectures state alike: all but `layers`.
-    Biases and the tied head are read off the tensor names."""
+    """Return the fields of a `DecoderConfig`, except `layers`, that most files store alike.
+
+    Whether there are biases, and whether the head is tied, follows from the tensor names.
+    """
     model_dim, num_heads = keys.get_int("embedding_length"), keys.get_int("attention.head_count")
     head_dim = keys.get_int("attention.key_length", max(1, model_dim // num_heads))
     if keys.get_int("attention.value_length", head_dim) != head_dim:
         raise ValueError(
             f"{keys.architecture}.attention.value_length {keys.get('attention.value_length')} "
-            f"differs from the key's length {head_dim}; this family has one head dimension"
+            f"differs from key_length {head_dim}; in this family they must be equal"
         )
     embedding = tensors.get("token_embd.weight")
     return {

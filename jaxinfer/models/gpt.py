@@ -1,8 +1,8 @@
 """The decoder of the GPT-like families: blocks of attention and a plain MLP, between LayerNorms.
 
-Told apart by `GptConfig`: GPT-2 and OPT have a table of learned positions, GPT-NeoX turns queries
-and keys (RoPE), BLOOM biases scores by distance (ALiBi). Layers are a Python list, unrolled in the
-jit, as those of `decoder.py`.
+`GptConfig` describes how the families differ: GPT-2 and OPT have a table of learned positions,
+GPT-NeoX uses RoPE, BLOOM uses ALiBi. Layers are a Python list, unrolled in the jit, as in
+`decoder.py`.
 """
 
 from __future__ import annotations
@@ -14,17 +14,14 @@ from typing import Literal
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxinfer.kernels.gated_mlp.activations import ACTIVATIONS
 from jaxinfer.kernels.kv_pages import KVPages
 from jaxinfer.kernels.paged_attention.update import Rotary
 from jaxinfer.models.decoder import head_logits, run_blocks
 from jaxinfer.nn.attention import Attention, AttentionConfig
 from jaxinfer.nn.checks import (
-    epsilon_errors,
-    int_fields,
     raise_errors,
     rope_dim_errors,
-    whole_number_errors,
+    transformer_errors,
 )
 from jaxinfer.nn.layers import MLP, Embedding, LayerNorm, Linear, NoNorm, Numerics, parameter
 from jaxinfer.nn.ragged import CacheShape, RaggedBatch
@@ -34,39 +31,34 @@ from jaxinfer.nn.tokenwise import HiddenStates, tokenwise
 
 @dataclasses.dataclass(frozen=True)
 class GptConfig:
-    """Shape and variant of such a decoder. Every field changes what is computed."""
+    """The shape and variant of a GPT-like decoder. Every field changes what is computed."""
 
     vocab_size: int
     num_layers: int
     model_dim: int
     num_heads: int
     ffn_dim: int
-    max_len: int  # positions the model was made for; with a table, all there are
+    max_len: int  # positions that the model was trained for; the limit if it has a table
     activation: str = "gelu_pytorch_tanh"
     norm_eps: float = 1e-5
-    # What attention and MLP are added to: each to what it was the norm of; both to what the block
-    # took in (GPT-J, GPT-NeoX); each to the norm itself (BLOOM's option).
+    # What attention and MLP are added to. "sequential": each to the input of its norm. "parallel":
+    # both to the block's input (GPT-J, GPT-NeoX). "normed": each to its norm (an option of BLOOM).
     residual: Literal["sequential", "parallel", "normed"] = "sequential"
     rope: Rope | None = None
     has_position_table: bool = False
-    first_position: int = 0  # of the table: the first token's
+    first_position: int = 0  # the first token's row of the position table
     has_alibi: bool = False
     has_embedding_norm: bool = False
     has_attention_bias: bool = True
     is_tied: bool = True  # the head is the embedding
-    scales_scores: bool = True  # by head_dim ** -0.5
-    scales_by_layer: bool = False  # scores of layer i by 1 / (i + 1) as well
+    scales_scores: bool = True  # scale scores by head_dim ** -0.5
+    scales_by_layer: bool = False  # also scale the scores of layer i by 1 / (i + 1)
 
     def __post_init__(self):
-        wrong = whole_number_errors(int_fields(self), {"first_position": 0})
-        if not wrong and self.model_dim % self.num_heads:
-            wrong.append(f"model_dim {self.model_dim} is no multiple of {self.num_heads} heads")
-        if not wrong and self.rope is not None:
-            wrong += rope_dim_errors([self.rope.dim], self.head_dim)
-        wrong += epsilon_errors("norm_eps", self.norm_eps)
-        if self.activation not in ACTIVATIONS:
-            wrong.append(f"activation is {self.activation!r}; there are {', '.join(ACTIVATIONS)}")
-        raise_errors("the model's configuration", wrong)
+        errors = transformer_errors(self, {"first_position": 0})
+        if not errors and self.rope is not None:
+            errors += rope_dim_errors([self.rope.dim], self.head_dim)
+        raise_errors("the model's configuration", errors)
 
     @property
     def head_dim(self) -> int:
@@ -74,16 +66,16 @@ class GptConfig:
 
     @property
     def cache(self) -> CacheShape:
-        """What the KV cache stores of a token."""
+        """What the KV cache stores for a token."""
         return CacheShape(self.num_layers, self.num_heads, self.head_dim)
 
     @property
     def length_limit(self) -> int | None:
-        """Up to so many tokens, what a token computes does not depend on the prompt's length."""
+        """The length up to which RoPE does not depend on the prompt's length; None: no limit."""
         return None if self.rope is None else self.rope.scaling.length_limit
 
     def attention(self, index: int) -> AttentionConfig:
-        """Of layer `index`."""
+        """Return the attention configuration of layer `index`."""
         scale = self.head_dim**-0.5 if self.scales_scores else 1.0
         return AttentionConfig(
             self.model_dim,
@@ -102,8 +94,8 @@ class GptBlock(nnx.Module):
 
     def __init__(self, config: GptConfig, index: int, numerics: Numerics):
         self.residual = config.residual
-        # Part of the first block, so that it shares a loop of `tokenwise` with products. On its
-        # own, XLA joins a loop of one tile with the next: other bits than from two tiles.
+        # It is part of the first block, so that it shares a loop over tiles with products: XLA
+        # fuses a separate loop of one tile with the next loop, which changes its bits.
         is_normed = config.has_embedding_norm and index == 0
         norm = LayerNorm(config.model_dim, config.norm_eps, numerics) if is_normed else NoNorm()
         self.embedding_norm = norm
@@ -136,8 +128,7 @@ class GptBlock(nnx.Module):
 
 
 class GptDecoder(nnx.Module):
-    """Tokens of a ragged batch in, hidden states and the updated pages out; in parts as `Decoder`
-    is."""
+    """A GPT-like decoder over a ragged batch, in the same parts as `Decoder`."""
 
     def __init__(self, config: GptConfig, numerics: Numerics):
         self.config = config
@@ -156,20 +147,20 @@ class GptDecoder(nnx.Module):
     def __call__(
         self, token_ids: Int[Array, " T"], batch: RaggedBatch, pages: Sequence[KVPages]
     ) -> tuple[Float[Array, "T D"], tuple[KVPages, ...]]:
-        """Hidden states of every token; pages with the new keys and values."""
+        """Return the hidden states of all tokens, and the pages with the new keys and values."""
         return self.run(self.embedded(token_ids, batch), batch, pages)
 
     def embedded(self, token_ids: Int[Array, " T"], batch: RaggedBatch) -> Float[Array, "T D"]:
-        """What the first block takes."""
+        """Return the input of the first block."""
         x = self.embed(token_ids)
-        if self.positions is not None:  # `Engine` lets no position past the table's end come here
+        if self.positions is not None:  # the engine limits positions to the table
             x = x + self.positions[...][batch.positions + self.config.first_position]
         return x
 
     def run(
         self, hidden: Float[Array, "T D"], batch: RaggedBatch, pages: Sequence[KVPages]
     ) -> tuple[Float[Array, "T D"], tuple[KVPages, ...]]:
-        """Hidden states after all blocks of those before them."""
+        """Return the hidden states after all blocks, and the updated pages."""
         rope, angles = self.config.rope, None
         if rope is not None:
             angles = tokenwise(self.numerics, rope.angles, batch.positions, batch.rope_len)
@@ -177,7 +168,7 @@ class GptDecoder(nnx.Module):
         return run_blocks(self.blocks, entering, [angles] * len(self.blocks), batch, pages)
 
     def logits(self, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
-        """Next-token logits, float32, of hidden states that `__call__` returned."""
+        """Return next-token logits, float32, for hidden states that `__call__` returned."""
         return tokenwise(self.numerics, self._logits, hidden)
 
     def _logits(self, hidden):

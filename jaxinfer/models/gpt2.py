@@ -1,4 +1,4 @@
-"""GPT-2 and what was made in its form: DistilGPT-2, DialoGPT, Cerebras-GPT; the shape of GPT-3."""
+"""GPT-2 and models with its structure: DistilGPT-2, DialoGPT, Cerebras-GPT, and GPT-3's shape."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxinfer.models.family import (
     Transform,
     Weight,
     WeightTable,
-    part_of,
+    fused_part,
 )
 from jaxinfer.models.gguf_config import GgufKeys
 from jaxinfer.models.gpt import GptConfig, GptDecoder
@@ -21,14 +21,14 @@ from jaxinfer.models.gpt_weights import (
     GGUF_KEYS,
     gguf_fields,
     gguf_weights,
-    in_module,
+    names_outside_module,
     rows,
 )
 from jaxinfer.models.hf_config import get_activation, get_float, get_int, refuse_unsupported
 
 
 def _conv1d(index: int) -> Transform:
-    """q, k or v (`index` 0, 1, 2) in a fused tensor stored as [inputs, outputs]."""
+    """Return the transform to q, k or v (`index` 0, 1, 2) of a fused tensor [inputs, outputs]."""
 
     def stored_shape(shape: Shape) -> Shape:
         inputs, heads, head_dim = shape
@@ -46,9 +46,9 @@ _CONV1D_FROM_HEADS = Transform(
 
 
 def hf_weights(config: GptConfig) -> WeightTable:
-    """Products are stored as [inputs, outputs]."""
+    """Return the weight table; matrices are stored as [inputs, outputs]."""
     block, D = r"transformer.h.\1.", config.model_dim
-    rows_of_products = [
+    matrix_rows = [
         Weight(rf"{BLOCK}attention\.o\.weight", f"{block}attn.c_proj.weight", _CONV1D_FROM_HEADS),
         Weight(rf"{BLOCK}attention\.o\.bias", f"{block}attn.c_proj.bias"),
         Weight(rf"{BLOCK}mlp\.up\.(weight|bias)", rf"{block}mlp.c_fc.\2"),
@@ -56,8 +56,8 @@ def hf_weights(config: GptConfig) -> WeightTable:
     ]
     for index, letter in enumerate("qkv"):
         path = rf"{BLOCK}attention\.{letter}"
-        bias = part_of(RESHAPED, index * D, 3 * D)
-        rows_of_products += [
+        bias = fused_part(RESHAPED, index * D, 3 * D)
+        matrix_rows += [
             Weight(rf"{path}\.weight", f"{block}attn.c_attn.weight", _conv1d(index)),
             Weight(rf"{path}\.bias", f"{block}attn.c_attn.bias", bias),
         ]
@@ -74,15 +74,15 @@ def hf_weights(config: GptConfig) -> WeightTable:
         },
     )
     return WeightTable(
-        (*rows_of_products, *others),
-        # Old files carry the causal mask, tied ones sometimes the head.
+        (*matrix_rows, *others),
+        # Old files store the causal mask, and tied ones sometimes the head.
         ignored=(r".*attn\.(masked_)?bias", r"lm_head\.weight"),
-        renamed=in_module("transformer", "h", "wte", "wpe", "ln_f"),
+        renamed=names_outside_module("transformer", "h", "wte", "wpe", "ln_f"),
     )
 
 
 def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> GptConfig:
-    """From config.json; missing keys take `GPT2Config`'s defaults."""
+    """Read config.json; missing keys take `GPT2Config`'s defaults."""
     refuse_unsupported(config, add_cross_attention=False)
     model_dim = get_int(config, "n_embd", "hidden_size", default=768)
     return GptConfig(
@@ -102,7 +102,7 @@ def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Gpt
 
 
 def config_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> GptConfig:
-    """From a GGUF file's key-values; the length of the position table is read off the tensor."""
+    """Read a GGUF file's key-values; `max_len` is the length of the position table."""
     keys = GgufKeys(metadata, "gpt2")
     keys.refuse_unread(GGUF_KEYS)
     table = tensors.get("position_embd.weight")

@@ -1,4 +1,4 @@
-"""GPT-NeoX, Pythia and what was trained in their form: Dolly, RedPajama, StableLM alpha."""
+"""GPT-NeoX, Pythia and models with their structure: Dolly, RedPajama, StableLM alpha."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from jaxinfer.models.gpt_weights import (
     fused_qkv_rows,
     gguf_fields,
     gguf_weights,
-    in_module,
     interleaved,
+    names_outside_module,
     rows,
 )
 from jaxinfer.models.hf_config import get_activation, get_float, get_int
 from jaxinfer.models.rope_config import rope_from_gguf, rope_from_hf
 
-SIZE_20B = (44, 6144)  # layers, and their width
+SIZE_20B = (44, 6144)  # num_layers, model_dim
 _GGUF_KEYS = GGUF_KEYS | {
     "rope.dimension_count",
     "rope.freq_base",
@@ -33,7 +33,7 @@ _GGUF_KEYS = GGUF_KEYS | {
 
 
 def hf_weights(config: GptConfig) -> WeightTable:
-    """The fused tensor holds q, k and v of one head after another."""
+    """Return the weight table; the fused tensor stores q, k and v of one head after another."""
     block = r"gpt_neox.layers.\1."
     return WeightTable(
         fused_qkv_rows(f"{block}attention.query_key_value", interleaved)
@@ -51,22 +51,22 @@ def hf_weights(config: GptConfig) -> WeightTable:
             },
             {r"embed\.weight": "gpt_neox.embed_in.weight"},
         ),
-        # Old files carry the causal mask and the frequencies, tied ones sometimes the head.
+        # Old files store the causal mask and RoPE's frequencies, and tied ones sometimes the head.
         ignored=(
             r".*attention\.(masked_)?bias",
             r".*rotary_emb\.inv_freq",
             r"embed_out\.weight",
         ),
-        renamed=in_module("gpt_neox", "layers", "embed_in", "final_layer_norm"),
+        renamed=names_outside_module("gpt_neox", "layers", "embed_in", "final_layer_norm"),
     )
 
 
 def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> GptConfig:
-    """From config.json; missing keys take `GPTNeoXConfig`'s defaults."""
+    """Read config.json; missing keys take `GPTNeoXConfig`'s defaults."""
     model_dim = get_int(config, "hidden_size", default=6144)
     num_heads = get_int(config, "num_attention_heads", default=64)
     max_len = get_int(config, "max_position_embeddings", default=2048)
-    # The older spelling of base and share, from before `rope_parameters`.
+    # The older names of theta and the rotated share, from before `rope_parameters`.
     older = {
         "rope_theta": config.get("rotary_emb_base", 10_000.0),
         "partial_rotary_factor": config.get("rotary_pct", 0.25),
@@ -88,9 +88,12 @@ def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Gpt
 
 
 def config_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> GptConfig:
-    """From a GGUF file's key-values. They do not name the activation; it is the exact GELU, with
-    which nearly all of these models were trained. GPT-NeoX-20B, told apart by its size, was trained
-    with the approximation by tanh (its config.json says "gelu_fast")."""
+    """Read a GGUF file's key-values.
+
+    They do not name the activation, which is the exact GELU in nearly all of these models.
+    GPT-NeoX-20B, recognized by its size, was trained with the tanh approximation (its config.json
+    has "gelu_fast").
+    """
     keys = GgufKeys(metadata, "gptneox")
     keys.refuse_unread(_GGUF_KEYS)
     fields = gguf_fields(keys, tensors)

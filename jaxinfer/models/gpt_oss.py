@@ -1,7 +1,7 @@
 """gpt-oss: experts with a clamped gate, attention sinks, a window in every other layer, biases
 throughout (arXiv:2508.10925).
 
-Published with experts in MXFP4; files with numbers in their place (bfloat16) have the same names.
+It is published with experts in MXFP4; bfloat16 files have the same tensor names.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jaxinfer.models.rope_config import rope_from_gguf, rope_from_hf
 from jaxinfer.nn.experts import ClampedSwiGLU, ExpertsConfig, RouterConfig
 from jaxinfer.nn.rope import Yarn
 
-# What `GptOssConfig` says where config.json is silent.
+# The defaults of `GptOssConfig`.
 YARN = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -52,7 +52,7 @@ HF_WEIGHTS = WeightTable(
         Weight(_BLOCK + r"attention\.sinks", _LAYER + "self_attn.sinks"),
         Weight(_BLOCK + r"mlp\.router", _LAYER + "mlp.router.weight", LINEAR),
         Weight(_BLOCK + r"mlp\.router_bias", _LAYER + "mlp.router.bias"),
-        # Gate and up by turns.
+        # Gate and up are interleaved.
         Weight(_BLOCK + r"mlp\.gate", _EXPERTS + "gate_up_proj", every_other(0)),
         Weight(_BLOCK + r"mlp\.up", _EXPERTS + "gate_up_proj", every_other(1)),
         Weight(_BLOCK + r"mlp\.gate_bias", _EXPERTS + "gate_up_proj_bias", every_other(0)),
@@ -75,7 +75,7 @@ GGUF_WEIGHTS = WeightTable(
 
 
 def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
-    """From config.json; missing keys take `GptOssConfig`'s defaults, sizes excepted."""
+    """Read config.json; missing keys take `GptOssConfig`'s defaults, except for sizes."""
     config = DEFAULTS | dict(config)
     if not any(hf_config.get_object(config, key) for key in ("rope_parameters", "rope_scaling")):
         config["rope_parameters"] = YARN
@@ -85,7 +85,7 @@ def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Dec
     windows = hf_config.layer_windows(
         config, fields["num_layers"], config["sliding_window"], lambda i: i % 2 == 0
     )
-    # A softmax over the chosen logits is the softmax over all, divided by the chosen ones' sum.
+    # A softmax over the chosen logits equals the softmax over all, renormalized.
     router = RouterConfig(num_experts(config), per_token, renormalize=True, has_bias=True)
     activation = ClampedSwiGLU(
         hf_config.get_float(config, "swiglu_alpha"), hf_config.get_float(config, "swiglu_limit")
@@ -103,8 +103,11 @@ def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Dec
 
 
 def config_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
-    """From a GGUF file's key-values. The gate's numbers, the windows' turns and that YaRN's limits
-    are not rounded are not among them: they are those of the published models."""
+    """Read a GGUF file's key-values.
+
+    They do not state the constants of the activation, which layers are sliding, or that YaRN's
+    limits are not rounded; those of the published models are used.
+    """
     keys = GgufKeys(metadata, "gpt-oss")
     keys.refuse_unread(EXPERT_KEYS | {"attention.sliding_window"})
     fields = gguf_config.decoder_fields(keys, tensors)

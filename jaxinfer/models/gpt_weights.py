@@ -1,4 +1,4 @@
-"""What the GPT-like families' readers share: configs of many spellings, names, fused tensors."""
+"""Weight-table rows and GGUF fields that the GPT-like families share."""
 
 from __future__ import annotations
 
@@ -16,31 +16,33 @@ from jaxinfer.models.family import (
     Transform,
     Weight,
     WeightTable,
-    part_of,
+    fused_part,
 )
 from jaxinfer.models.gguf_config import GgufKeys
 from jaxinfer.models.gpt import GptConfig
 
 BLOCK = r"blocks\.(\d+)\."
-# What `gguf_fields` reads of the keys that `GgufKeys.refuse_unread` watches.
+# The keys that `gguf_fields` reads, among those that `GgufKeys.refuse_unread` checks.
 GGUF_KEYS = frozenset(
     ("attention.head_count", "attention.head_count_kv", "attention.layer_norm_epsilon")
 )
 
 
-def in_module(outer: str, *inner: str) -> tuple[tuple[str, str], ...]:
-    """`WeightTable.renamed` of models saved without their head: the names of `inner` modules, which
-    elsewhere lie in the module `outer`."""
+def names_outside_module(outer: str, *inner: str) -> tuple[tuple[str, str], ...]:
+    """Return `WeightTable.renamed` for models saved without their head.
+
+    Their `inner` modules have names without the prefix of the module `outer`.
+    """
     return ((rf"((?:{'|'.join(inner)})\..*)", rf"{outer}.\1"),)
 
 
 def rows(
     products: Mapping[str, str], norms: Mapping[str, str], tables: Mapping[str, str]
 ) -> tuple[Weight, ...]:
-    """Rows of a weight table, from the paths of modules (regex) to the stored names of theirs."""
+    """Return weight-table rows from module paths (regex) to the modules' stored names."""
     found = [Weight(path, stored) for path, stored in tables.items()]
     for path, stored in norms.items():
-        found += [Weight(rf"{path}\.{own}", f"{stored}.{own}") for own in ("weight", "bias")]
+        found += [Weight(rf"{path}\.{name}", f"{stored}.{name}") for name in ("weight", "bias")]
     for path, stored in products.items():
         transform = LINEAR_FROM_HEADS if path.endswith(r"attention\.o") else LINEAR
         found.append(Weight(rf"{path}\.weight", f"{stored}.weight", transform))
@@ -49,7 +51,7 @@ def rows(
 
 
 def fused_qkv_rows(stored: str, part: Callable[[Transform, int], Transform]) -> tuple[Weight, ...]:
-    """Rows of q, k and v, which lie in one tensor: `part(transform, index)` cuts it."""
+    """Return the rows of q, k and v in one fused tensor; `part(transform, index)` selects one."""
     found = []
     for index, letter in enumerate("qkv"):
         path = rf"{BLOCK}attention\.{letter}"
@@ -59,8 +61,10 @@ def fused_qkv_rows(stored: str, part: Callable[[Transform, int], Transform]) -> 
 
 
 def interleaved(transform: Transform, index: int) -> Transform:
-    """`transform` of q, k or v (`index` 0, 1, 2) in a fused tensor whose rows are, head by head,
-    the head's of q, of k and of v."""
+    """Return `transform` for q, k or v (`index` 0, 1, 2) in a fused tensor.
+
+    For each head the tensor has the head's rows of q, then of k, then of v.
+    """
 
     def stored_shape(shape: Shape) -> Shape:
         num_rows, *others = transform.stored_shape(shape)
@@ -91,20 +95,20 @@ _GGUF_ROWS = rows(
 
 
 def gguf_weights(config: GptConfig) -> WeightTable:
-    """Of any of these architectures: a converter writes the rows of q, then k, then v."""
+    """Return the GGUF weight table; the fused tensor has the rows of q, then k, then v."""
     D = config.model_dim
-    part = lambda transform, index: part_of(transform, index * D, 3 * D)
+    part = lambda transform, index: fused_part(transform, index * D, 3 * D)
     return WeightTable(fused_qkv_rows(r"blk.\1.attn_qkv", part) + _GGUF_ROWS)
 
 
 def gguf_fields(keys: GgufKeys, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a `GptConfig` that the architectures state alike."""
+    """Return the fields of a `GptConfig` that all these architectures store alike."""
     num_heads, embedding = keys.get_int("attention.head_count"), tensors.get("token_embd.weight")
     num_kv_heads = keys.get("attention.head_count_kv", num_heads)
     if num_kv_heads != num_heads:
         raise ValueError(
-            f"{keys.architecture}.attention.head_count_kv is {num_kv_heads}; this family has as "
-            f"many as heads ({num_heads})"
+            f"{keys.architecture}.attention.head_count_kv is {num_kv_heads}; in this family it "
+            f"must equal head_count ({num_heads})"
         )
     return {
         "vocab_size": keys.get_int("vocab_size") if embedding is None else embedding.shape[0],

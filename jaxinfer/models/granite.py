@@ -1,4 +1,4 @@
-"""Granite 3: Llama's structure with multipliers of embedding, scores, residuals and logits."""
+"""Granite 3: Llama's structure with multipliers of embeddings, scores, residuals and logits."""
 
 from __future__ import annotations
 
@@ -10,34 +10,26 @@ from jaxinfer.models.decoder import Decoder, DecoderConfig, LayerConfig
 from jaxinfer.models.decoder_weights import GGUF_IGNORED, GGUF_ROWS, HF_IGNORED, HF_ROWS
 from jaxinfer.models.family import Family, WeightTable
 from jaxinfer.models.gguf_config import DECODER_KEYS, GgufKeys
-from jaxinfer.models.rope_config import rope_from_gguf, rope_from_hf
+from jaxinfer.models.llama import fields_from_hf
+from jaxinfer.models.rope_config import rope_from_gguf
 
 HF_WEIGHTS = WeightTable(HF_ROWS, HF_IGNORED)
 GGUF_WEIGHTS = WeightTable(GGUF_ROWS, GGUF_IGNORED)
 
 
 def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
-    """From config.json."""
-    [ffn_dim] = hf_config.require_ints(config, "intermediate_size")
-    fields = hf_config.decoder_fields(config)
-    rope = rope_from_hf(config, fields["head_dim"], fields["max_len"])
-    has_bias = bool(config.get("attention_bias", False))
+    """Read config.json."""
     return DecoderConfig(
-        layers=(LayerConfig(rope, ffn_dim),),
-        qkv_bias=has_bias,
-        out_bias=has_bias,
-        mlp_bias=bool(config.get("mlp_bias", False)),
         embedding_scale=hf_config.get_float(config, "embedding_multiplier", 1.0),
         attention_scale=hf_config.get_float(config, "attention_multiplier", 1.0),
         residual_scale=hf_config.get_float(config, "residual_multiplier", 1.0),
         logits_scale=1 / hf_config.get_float(config, "logits_scaling", 1.0),
-        **fields,
+        **fields_from_hf(config),
     )
 
 
 def config_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
-    """From a GGUF file's key-values; its logit scale is a divisor, and a scale of 0 is
-    none."""
+    """Read a GGUF file's key-values. Its logit scale is a divisor; a scale of 0 means none."""
     keys = GgufKeys(metadata, "granite")
     scales = {"attention.scale", "embedding_scale", "residual_scale", "logit_scale"}
     keys.refuse_unread(DECODER_KEYS | scales)

@@ -1,4 +1,4 @@
-"""Reading a config.json: what most decoders' configurations say alike."""
+"""Readers of config.json that the families share."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 from jaxinfer.kernels.gated_mlp.activations import ACTIVATIONS
 from jaxinfer.nn.checks import positive_errors, whole_number_errors
 
-# Readers make a list of the layers. The deepest published models have some 130 of them; a file that
-# claims 10^11 would take all memory before anything else could be found wrong with it.
+# Readers make a list of the layers. The deepest published models have about 130; a file that claims
+# 10^11 would exhaust memory before another check could refuse it.
 MAX_LAYERS = 1_000
-# Other spellings of activations.
+# Other names of activations.
 ACTIVATION_ALIASES = {
     "gelu_accurate": "gelu_pytorch_tanh",
     "gelu_fast": "gelu_pytorch_tanh",
@@ -26,9 +26,9 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 def get_int(
     config: Mapping[str, Any], *names: str, default: int | None = None, least: int = 1
 ) -> int:
-    """The whole number of at least `least` under the first of these names that is not null.
+    """Return the integer of at least `least` under the first of these names that is not null.
 
-    `ValueError` for anything else, and, without a default, where none is.
+    Raises `ValueError` for anything else, and if all are null and there is no default.
     """
     for name in names:
         if config.get(name) is not None:
@@ -44,23 +44,25 @@ def get_int(
 
 
 def require_ints(config: Mapping[str, Any], *names: str) -> list[int]:
-    """The whole numbers of at least 1 of these keys; `ValueError` names all that are none."""
+    """Return the integers of at least 1 under these keys; raise `ValueError` naming all others."""
     values: dict[str, Any] = {name: config.get(name) for name in names}
     if wrong := whole_number_errors(values):
-        raise ValueError(f"config.json does not say what it must: {'; '.join(wrong)}")
+        raise ValueError(f"config.json is invalid: {'; '.join(wrong)}")
     return list(values.values())
 
 
 def check_num_layers(name: str, count: int) -> int:
-    """`count`; `ValueError` where it is above what is read."""
+    """Return `count`; raise `ValueError` if it is above `MAX_LAYERS`."""
     if count > MAX_LAYERS:
-        raise ValueError(f"{name} claims {count:,} layers; this build reads up to {MAX_LAYERS:,}")
+        raise ValueError(f"{name} states {count:,} layers; the limit is {MAX_LAYERS:,}")
     return count
 
 
 def get_float(config: Mapping[str, Any], name: str, default: float | None = None) -> float:
-    """The finite number above 0 of a key; `default` where it is missing. `ValueError` for anything
-    else, a null among it."""
+    """Return the finite number above 0 under a key, or `default` if the key is missing.
+
+    Raises `ValueError` for anything else, null included.
+    """
     value = config.get(name, default)
     if wrong := positive_errors({name: value}):
         raise ValueError(wrong[0])
@@ -68,7 +70,7 @@ def get_float(config: Mapping[str, Any], name: str, default: float | None = None
 
 
 def get_object(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """The object of a key, empty where it is missing or null; `ValueError` for another type."""
+    """Return the object under a key, empty if missing or null; raise `ValueError` otherwise."""
     value = config.get(name)
     if value is None:
         return {}
@@ -78,32 +80,35 @@ def get_object(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def get_list(config: Mapping[str, Any], name: str, kind: type) -> list[Any] | None:
-    """The list of a key, all of one kind; None where it is missing or null. `ValueError` for
-    another type."""
+    """Return the list under a key, all items of one kind, or None if it is missing or null.
+
+    Raises `ValueError` for another type.
+    """
     value = config.get(name)
     if value is None:
         return None
     if not isinstance(value, list | tuple):
         raise ValueError(f"{name} is {value!r}, a {type(value).__name__}; it must be a list")
     if wrong := [item for item in value if not isinstance(item, kind)]:
-        raise ValueError(f"{name} holds {wrong[0]!r}; all of it must be {kind.__name__}")
+        raise ValueError(f"{name} contains {wrong[0]!r}; all its items must be {kind.__name__}")
     return list(value)
 
 
 def get_activation(config: Mapping[str, Any], *names: str, default: str = "silu") -> str:
-    """The first of these keys that says anything; `ValueError` for a function not known."""
+    """Return the activation under the first of these keys that is set; raise `ValueError` for one
+    that is not supported."""
     named = next((config[name] for name in names if config.get(name)), default)
     value = ACTIVATION_ALIASES.get(named, named) if isinstance(named, str) else ""
     if value not in ACTIVATIONS:
         known = ", ".join(sorted(ACTIVATIONS))
-        raise ValueError(f"{names[0]} is {named!r}; this build has {known}")
+        raise ValueError(f"{names[0]} is {named!r}; the supported ones are {known}")
     return value
 
 
 def refuse_unsupported(config: Mapping[str, Any], **wanted: Any) -> None:
-    """`ValueError` for keys that ask for what is not built: neither absent, null nor `wanted`."""
+    """Raise `ValueError` for keys that are neither absent, null nor the `wanted` value."""
     wrong = [
-        f"{name} is {config[name]!r}, and this build knows {value!r} alone"
+        f"{name} is {config[name]!r}; only {value!r} is supported"
         for name, value in wanted.items()
         if config.get(name) not in (None, value)
     ]
@@ -112,8 +117,10 @@ def refuse_unsupported(config: Mapping[str, Any], **wanted: Any) -> None:
 
 
 def decoder_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a `DecoderConfig` that have the same key in nearly all families: all but `layers`
-    and what is particular to one. Missing keys take `LlamaConfig`'s defaults where it has any."""
+    """Return the fields of a `DecoderConfig` that have the same key in most families.
+
+    `layers` is not among them. Missing keys take `LlamaConfig`'s defaults, if it has any.
+    """
     names = ("vocab_size", "num_hidden_layers", "hidden_size", "num_attention_heads")
     vocab_size, num_layers, model_dim, num_heads = require_ints(config, *names)
     max_len = config.get("max_position_embeddings", 2048)
@@ -139,20 +146,21 @@ def layer_windows(
     window: int | None,
     slides: Callable[[int], bool] = lambda layer: True,
 ) -> list[int | None]:
-    """Every layer's window: `window` in those that `layer_types` calls sliding, or, where the file
-    has no such list, in those that the family's rule `slides` names."""
+    """Return each layer's window, or None: `window` in the sliding layers.
+
+    `layer_types` names the sliding layers; without it the family's rule `slides` selects them.
+    """
     kinds = get_list(config, "layer_types", str)
     if kinds is None:
         is_sliding = [window is not None and slides(layer) for layer in range(num_layers)]
     else:
         if unknown := sorted(set(kinds) - {FULL, SLIDING}):
             raise ValueError(
-                f"layer_types has kinds that this build does not know: {unknown}; it knows {FULL} "
-                f"and {SLIDING}"
+                f"layer_types has {unknown}; the supported types are {FULL} and {SLIDING}"
             )
         if len(kinds) != num_layers:
             raise ValueError(f"layer_types has {len(kinds)} entries for {num_layers} layers")
         is_sliding = [kind == SLIDING for kind in kinds]
     if any(is_sliding) and window is None:
         raise ValueError("layer_types has sliding layers, but sliding_window is null")
-    return [window if slides_here else None for slides_here in is_sliding]
+    return [window if is_sliding_layer else None for is_sliding_layer in is_sliding]

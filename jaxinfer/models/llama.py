@@ -1,4 +1,4 @@
-"""Llama 1 to 3.3, SmolLM 2 and everything else with `LlamaForCausalLM`'s structure."""
+"""Llama 1 to 3.3, SmolLM 2 and other models with `LlamaForCausalLM`'s structure."""
 
 from __future__ import annotations
 
@@ -18,23 +18,29 @@ GGUF_WEIGHTS = WeightTable((*GGUF_EXPERTS_ROWS, *GGUF_ROWS), GGUF_IGNORED)
 
 
 def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
-    """From config.json; missing keys take `LlamaConfig`'s defaults where it has any."""
+    """Read config.json; missing keys take `LlamaConfig`'s defaults, if it has any."""
+    return DecoderConfig(**fields_from_hf(config))
+
+
+def fields_from_hf(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a Llama's `DecoderConfig`, which families based on Llama extend."""
     [ffn_dim] = hf_config.require_ints(config, "intermediate_size")
     fields = hf_config.decoder_fields(config)
     rope = rope_from_hf(config, fields["head_dim"], fields["max_len"])
     has_bias = bool(config.get("attention_bias", False))
-    return DecoderConfig(
-        layers=(LayerConfig(rope, ffn_dim),),
-        qkv_bias=has_bias,
-        out_bias=has_bias,
-        mlp_bias=bool(config.get("mlp_bias", False)),
-        **fields,
-    )
+    return fields | {
+        "layers": (LayerConfig(rope, ffn_dim),),
+        "qkv_bias": has_bias,
+        "out_bias": has_bias,
+        "mlp_bias": bool(config.get("mlp_bias", False)),
+    }
 
 
 def config_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
-    """From a GGUF file's key-values; biases and the tied head are read off the tensor names. With
-    experts it is a Mixtral."""
+    """Read a GGUF file's key-values. A file with experts is a Mixtral.
+
+    Whether there are biases, and whether the head is tied, follows from the tensor names.
+    """
     keys = GgufKeys(metadata, "llama")
     keys.refuse_unread(EXPERT_KEYS)
     fields = gguf_config.decoder_fields(keys, tensors)

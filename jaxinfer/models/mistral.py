@@ -11,7 +11,7 @@ from jaxinfer.models.decoder_weights import HF_IGNORED, HF_IMAGES, HF_ROWS, HF_W
 from jaxinfer.models.family import Family, WeightTable
 from jaxinfer.models.rope_config import rope_from_hf
 
-# What `MistralConfig` says where config.json is silent: no window is a null, not a missing key.
+# The defaults of `MistralConfig`. A null `sliding_window` means none; a missing one does not.
 DEFAULTS = {
     "sliding_window": 4096,
     "max_position_embeddings": 131_072,
@@ -22,8 +22,8 @@ WRAPPED_WEIGHTS = WeightTable(HF_ROWS, HF_IGNORED + HF_IMAGES, HF_WRAPPED)
 
 
 def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
-    """From config.json. `layer_types` makes a Mistral of transformers a Ministral; both are one
-    family here."""
+    """Read config.json. With `layer_types` transformers calls the model a Ministral; here both are
+    one family."""
     config = DEFAULTS | dict(config)
     [ffn_dim] = hf_config.require_ints(config, "intermediate_size")
     fields = hf_config.decoder_fields(config)
@@ -34,11 +34,11 @@ def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Dec
 
 
 def config_from_wrapped(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
-    """The text model of a Mistral with images: `text_config` in config.json."""
+    """Read the text model of a Mistral with images: `text_config` in config.json."""
     text = hf_config.get_object(config, "text_config")
     kind = text.get("model_type", "mistral")
     if kind not in ("mistral", "ministral"):
-        raise ValueError(f"text_config's model_type is {kind!r}; this build has mistral, ministral")
+        raise ValueError(f"text_config's model_type is {kind!r}; it must be mistral or ministral")
     return config_from_hf(text, tensors)
 
 

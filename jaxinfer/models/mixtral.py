@@ -13,7 +13,7 @@ from jaxinfer.models.family import LINEAR, Family, Weight, WeightTable
 from jaxinfer.models.rope_config import rope_from_hf
 from jaxinfer.nn.experts import ExpertsConfig, RouterConfig
 
-# What `MixtralConfig` says where config.json is silent.
+# The defaults of `MixtralConfig`.
 DEFAULTS = {"max_position_embeddings": 131_072, "num_key_value_heads": 8, "rms_norm_eps": 1e-5}
 _PATH, _NAME = r"blocks\.(\d+)\.mlp\.", r"model.layers.\1.block_sparse_moe."
 HF_WEIGHTS = WeightTable(
@@ -29,7 +29,7 @@ HF_WEIGHTS = WeightTable(
 
 
 def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
-    """From config.json; missing keys take `MixtralConfig`'s defaults, sizes excepted."""
+    """Read config.json; missing keys take `MixtralConfig`'s defaults, except for sizes."""
     config = DEFAULTS | dict(config)
     ffn_dim, per_token = hf_config.require_ints(config, "intermediate_size", "num_experts_per_tok")
     fields = hf_config.decoder_fields(config)
@@ -41,7 +41,7 @@ def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Dec
     return DecoderConfig(layers=mixed_layers(layers, experts, [True] * len(layers)), **fields)
 
 
-# A GGUF file of it is one of the architecture llama (`models/llama.py`).
+# Its GGUF files have the architecture llama (`models/llama.py`).
 MIXTRAL = Family(
     name="mixtral",
     models="Mixtral 8x7B, 8x22B",

@@ -1,5 +1,8 @@
-"""OLMo 2 (norms after attention and MLP only, norms over all of q and of k) and OLMo 3 (the same,
-with a sliding window in three layers of four)."""
+"""OLMo 2 and OLMo 3.
+
+OLMo 2 has norms only after attention and MLP, and norms over all heads of q and of k. OLMo 3 adds a
+sliding window in three layers of four.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +24,14 @@ GGUF_WEIGHTS = WeightTable(GGUF_HALVES_ROWS, GGUF_IGNORED)
 
 
 def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """All but the layers; missing keys take `Olmo2Config`'s defaults."""
+    """Return the fields except the layers; missing keys take `Olmo2Config`'s defaults."""
     has_bias = bool(config.get("attention_bias", False))
     fields = hf_config.decoder_fields({"rms_norm_eps": 1e-5} | dict(config))
     return fields | NORMS | {"qkv_bias": has_bias, "out_bias": has_bias}
 
 
 def olmo2_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
-    """From config.json."""
+    """Read config.json."""
     [ffn_dim] = hf_config.require_ints(config, "intermediate_size")
     fields = _fields(config)
     rope = rope_from_hf(config, fields["head_dim"], fields["max_len"])
@@ -36,7 +39,7 @@ def olmo2_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Deco
 
 
 def olmo3_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
-    """From config.json. A RoPE scaling is that of the full layers alone."""
+    """Read config.json. A RoPE scaling applies only to the full-attention layers."""
     [ffn_dim] = hf_config.require_ints(config, "intermediate_size")
     fields = _fields(config)
     theta = OLMO3_THETA
@@ -53,7 +56,7 @@ def olmo3_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Deco
 
 
 def config_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
-    """From a GGUF file's key-values; a file with a window is OLMo 3's, whose windows are as in
+    """Read a GGUF file's key-values. A file with a window is an OLMo 3, whose windows are those of
     `olmo3_from_hf`."""
     keys = GgufKeys(metadata, "olmo2")
     keys.refuse_unread(
@@ -68,7 +71,7 @@ def config_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) ->
         slides = keys.get("attention.sliding_window_pattern", [True, True, True, False])
         if not isinstance(slides, list | tuple):
             raise ValueError(
-                f"olmo2.attention.sliding_window_pattern is {slides!r}; a list is needed"
+                f"olmo2.attention.sliding_window_pattern is {slides!r}; it must be a list"
             )
         layers = tuple(sliding if s else LayerConfig(full, ffn_dim) for s in slides)
     return DecoderConfig(layers=layers or (LayerConfig(full, ffn_dim),), **fields)

@@ -1,4 +1,4 @@
-"""OPT: GPT-2's structure, with positions from the table's third row on."""
+"""OPT: GPT-2's structure, with positions that begin at the table's third row."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxinfer.models.family import Family, WeightTable
 from jaxinfer.models.gpt import GptConfig, GptDecoder
-from jaxinfer.models.gpt_weights import BLOCK, in_module, rows
+from jaxinfer.models.gpt_weights import BLOCK, names_outside_module, rows
 from jaxinfer.models.hf_config import get_activation, get_int, refuse_unsupported
 
 FIRST_POSITION = 2
@@ -37,16 +37,16 @@ def hf_weights(config: GptConfig) -> WeightTable:
                 "positions": "model.decoder.embed_positions.weight",
             },
         ),
-        ignored=(r"lm_head\.weight",),  # tied files sometimes carry it
-        renamed=in_module("model", "decoder"),
+        ignored=(r"lm_head\.weight",),  # some tied files store it
+        renamed=names_outside_module("model", "decoder"),
     )
 
 
 def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> GptConfig:
-    """From config.json; missing keys take `OPTConfig`'s defaults.
+    """Read config.json; missing keys take `OPTConfig`'s defaults.
 
-    Refused are norms behind the sublayers and narrower embeddings (OPT-350M has both), and models
-    without biases (Galactica).
+    Post-norms and narrower embeddings (both in OPT-350M) and models without biases (Galactica) are
+    refused.
     """
     model_dim = get_int(config, "hidden_size", default=768)
     refuse_unsupported(

@@ -8,11 +8,11 @@ from typing import Any
 from jaxinfer.models import gguf_config, hf_config
 from jaxinfer.models.decoder import Decoder, DecoderConfig, LayerConfig
 from jaxinfer.models.decoder_weights import GGUF_IGNORED, GGUF_ROWS, HF_IGNORED, HF_ROWS
-from jaxinfer.models.family import LINEAR, LINEAR_JOINED, Family, Weight, WeightTable, part_of
+from jaxinfer.models.family import LINEAR, LINEAR_JOINED, Family, Weight, WeightTable, fused_part
 from jaxinfer.models.gguf_config import DECODER_KEYS, GgufKeys
 from jaxinfer.models.rope_config import rope_from_gguf, rope_from_hf
 
-# What `Phi3Config` says where config.json is silent.
+# The defaults of `Phi3Config`.
 DEFAULTS = {
     "max_position_embeddings": 4096,
     "original_max_position_embeddings": 4096,
@@ -22,7 +22,7 @@ LONGROPE_ALIASES = ("su", "yarn")
 
 
 def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
-    """From config.json. Its RoPE scalings of other names are LongRoPE too."""
+    """Read config.json. The RoPE scalings named "su" and "yarn" are LongRoPE."""
     config = DEFAULTS | dict(config)
     for key in ("rope_scaling", "rope_parameters"):
         given = hf_config.get_object(config, key)
@@ -36,7 +36,7 @@ def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Dec
 
 
 def config_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
-    """From a GGUF file's key-values; a window of 0 is none."""
+    """Read a GGUF file's key-values; a window of 0 means no window."""
     keys = GgufKeys(metadata, "phi3")
     keys.refuse_unread(DECODER_KEYS | {"attention.sliding_window"})
     fields = gguf_config.decoder_fields(keys, tensors)
@@ -47,14 +47,14 @@ def config_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) ->
 
 
 def _fused(config: DecoderConfig, qkv: str, gate_up: str) -> tuple[Weight, ...]:
-    """Rows for the two fused tensors: queries, keys, values; gate, up."""
+    """Return the rows of the two fused tensors: q, k, v; gate, up."""
     num_q, num_kv = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
     starts = {"q": 0, "k": num_q, "v": num_q + num_kv}
     rows = [
         Weight(
             rf"blocks\.(\d+)\.attention\.{name}\.weight",
             qkv,
-            part_of(LINEAR, start, num_q + 2 * num_kv),
+            fused_part(LINEAR, start, num_q + 2 * num_kv),
         )
         for name, start in starts.items()
     ]

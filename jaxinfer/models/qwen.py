@@ -1,4 +1,4 @@
-"""Qwen 2 and 2.5 (biases on q, k and v) and Qwen 3 (norms on q and k, head by head)."""
+"""Qwen 2 and 2.5 (biases of q, k and v) and Qwen 3 (norms of each head's q and k)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxinfer.models.family import Family, WeightTable
 from jaxinfer.models.gguf_config import DECODER_KEYS, GgufKeys
 from jaxinfer.models.rope_config import rope_from_gguf, rope_from_hf
 
-# What `Qwen2Config` and `Qwen3Config` say where config.json is silent.
+# The defaults of `Qwen2Config` and `Qwen3Config`.
 DEFAULTS = {"max_position_embeddings": 32_768, "num_key_value_heads": 32}
 HF_WEIGHTS = WeightTable(HF_ROWS, HF_IGNORED)
 GGUF_WEIGHTS = WeightTable(GGUF_HALVES_ROWS, GGUF_IGNORED)
@@ -21,7 +21,7 @@ GGUF_WEIGHTS = WeightTable(GGUF_HALVES_ROWS, GGUF_IGNORED)
 def _layers_from_hf(
     config: Mapping[str, Any], fields: Mapping[str, Any], ffn_dim: int
 ) -> tuple[LayerConfig, ...]:
-    """All layers, with an MLP of `ffn_dim`; with `use_sliding_window` those from
+    """Return the layers, with MLPs of width `ffn_dim`. With `use_sliding_window` the layers from
     `max_window_layers` on have a window."""
     hf_config.refuse_unsupported(config, dual_chunk_attention_config=None)
     rope = rope_from_hf(config, fields["head_dim"], fields["max_len"])
@@ -34,7 +34,7 @@ def _layers_from_hf(
 
 
 def qwen2_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
-    """From config.json; missing keys take `Qwen2Config`'s defaults."""
+    """Read config.json; missing keys take `Qwen2Config`'s defaults."""
     config = DEFAULTS | dict(config)
     [ffn_dim] = hf_config.require_ints(config, "intermediate_size")
     fields = hf_config.decoder_fields(config)
@@ -42,7 +42,7 @@ def qwen2_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Deco
 
 
 def qwen3_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
-    """From config.json; missing keys take `Qwen3Config`'s defaults."""
+    """Read config.json; missing keys take `Qwen3Config`'s defaults."""
     config = DEFAULTS | {"head_dim": 128} | dict(config)
     [ffn_dim] = hf_config.require_ints(config, "intermediate_size")
     fields = hf_config.decoder_fields(config)
@@ -57,18 +57,18 @@ def qwen3_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Deco
 
 
 def qwen2_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
-    """From a GGUF file's key-values. They hold no window: the published models use none."""
+    """Read a GGUF file's key-values. They have no window, since no published model uses one."""
     return _from_gguf(GgufKeys(metadata, "qwen2"), tensors)
 
 
 def qwen3_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
-    """From a GGUF file's key-values."""
+    """Read a GGUF file's key-values."""
     return _from_gguf(GgufKeys(metadata, "qwen3"), tensors, qk_norm="head")
 
 
-def _from_gguf(keys: GgufKeys, tensors: Mapping[str, Any], **particular: Any) -> DecoderConfig:
+def _from_gguf(keys: GgufKeys, tensors: Mapping[str, Any], **qk_norm_fields: Any) -> DecoderConfig:
     keys.refuse_unread(DECODER_KEYS)
-    fields = gguf_config.decoder_fields(keys, tensors) | particular
+    fields = gguf_config.decoder_fields(keys, tensors) | qk_norm_fields
     rope = rope_from_gguf(keys.metadata, keys.architecture, fields["head_dim"], tensors)
     return DecoderConfig(layers=(LayerConfig(rope, keys.get_int("feed_forward_length")),), **fields)
 

@@ -1,7 +1,7 @@
-"""Qwen 2 and Qwen 3 with experts: some layers, or all, have them in the MLP's place.
+"""Qwen 2 and Qwen 3 with experts in place of the MLP, in all layers or in some.
 
-Qwen2-MoE adds an expert for all tokens with a gate of its own, and has biases on q, k and v;
-Qwen3-MoE has norms on q and k.
+Qwen2-MoE adds a shared expert with a gate, and has biases of q, k and v. Qwen3-MoE has norms of q
+and k.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jaxinfer.models.gguf_config import GgufKeys
 from jaxinfer.models.rope_config import rope_from_gguf, rope_from_hf
 from jaxinfer.nn.experts import ExpertsConfig, RouterConfig
 
-# What `Qwen2MoeConfig` and `Qwen3MoeConfig` say where config.json is silent.
+# The defaults of `Qwen2MoeConfig` and `Qwen3MoeConfig`.
 DEFAULTS = {"max_position_embeddings": 32_768, "num_experts_per_tok": 4, "sliding_window": 4096}
 HF_WEIGHTS = WeightTable(
     (
@@ -45,8 +45,10 @@ GGUF_WEIGHTS = WeightTable((*GGUF_EXPERTS_ROWS, *GGUF_HALVES_ROWS), GGUF_IGNORED
 
 
 def qwen2_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
-    """From config.json; missing keys take `Qwen2MoeConfig`'s defaults, sizes excepted. With
-    `use_sliding_window` every other layer below `max_window_layers` has a window."""
+    """Read config.json; missing keys take `Qwen2MoeConfig`'s defaults, except for sizes.
+
+    With `use_sliding_window` every other layer below `max_window_layers` has a window.
+    """
     config = DEFAULTS | {"num_key_value_heads": 16} | dict(config)
     [shared_dim] = hf_config.require_ints(config, "shared_expert_intermediate_size")
     fields = hf_config.decoder_fields(config)
@@ -60,8 +62,10 @@ def qwen2_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Deco
 
 
 def qwen3_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
-    """From config.json; missing keys take `Qwen3MoeConfig`'s defaults, sizes excepted. With
-    `use_sliding_window` all layers have a window."""
+    """Read config.json; missing keys take `Qwen3MoeConfig`'s defaults, except for sizes.
+
+    With `use_sliding_window` all layers have a window.
+    """
     config = DEFAULTS | {"num_experts_per_tok": 8, "num_key_value_heads": 4} | dict(config)
     fields = hf_config.decoder_fields(config)
     window = config["sliding_window"] if config.get("use_sliding_window") else None
@@ -77,7 +81,8 @@ def qwen3_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Deco
 
 
 def _layers(config, fields, windows, **shared: Any) -> tuple[LayerConfig, ...]:
-    """Experts are in every `decoder_sparse_step`-th layer that `mlp_only_layers` does not name."""
+    """Return the layers. Every `decoder_sparse_step`-th layer has experts, except those that
+    `mlp_only_layers` lists."""
     hf_config.refuse_unsupported(config, dual_chunk_attention_config=None)
     names = ("intermediate_size", "moe_intermediate_size", "num_experts_per_tok")
     ffn_dim, experts_dim, per_token = hf_config.require_ints(config, *names)
@@ -94,7 +99,7 @@ def _layers(config, fields, windows, **shared: Any) -> tuple[LayerConfig, ...]:
 
 
 def qwen2_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
-    """From a GGUF file's key-values. They hold no window: the published models use none."""
+    """Read a GGUF file's key-values. They have no window, since no published model uses one."""
     keys = GgufKeys(metadata, "qwen2moe")
     shared_dim = keys.get_int(
         "expert_shared_feed_forward_length", keys.get_int("feed_forward_length")
@@ -105,7 +110,7 @@ def qwen2_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> 
 
 
 def qwen3_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
-    """From a GGUF file's key-values."""
+    """Read a GGUF file's key-values."""
     return _from_gguf(GgufKeys(metadata, "qwen3moe"), tensors, renormalize=True, qk_norm="head")
 
 

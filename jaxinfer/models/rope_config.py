@@ -1,4 +1,4 @@
-"""Reading RoPE's parameters from config.json (both generations of keys) and from GGUF metadata."""
+"""Readers of RoPE's parameters: config.json, with both generations of keys, and GGUF metadata."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "pro
 def rope_from_hf(
     config: Mapping[str, Any], head_dim: int, max_len: int, *, theta: float = 10_000.0
 ) -> Rope:
-    """Reads `rope_parameters`, or the older `rope_theta` (default: `theta`) + `rope_scaling`.
+    """Read `rope_parameters`, or the older `rope_theta` (default: `theta`) and `rope_scaling`.
 
     Raises `ValueError` for an unknown type and for a type whose parameters are missing.
     """
@@ -44,35 +44,39 @@ def rope_from_hf(
         share = get_float(partial, "partial_rotary_factor")
     if "original_max_position_embeddings" in config:
         given["original_max_position_embeddings"] = config["original_max_position_embeddings"]
-    if given.get("rope_type") == "proportional":  # all dimensions, some of them standing still
-        return Rope(theta, head_dim, Proportional(_stated(given, "factor", 1.0), share))
+    if (
+        given.get("rope_type") == "proportional"
+    ):  # a frequency for all dimensions, 0 for those not rotated
+        return Rope(theta, head_dim, Proportional(_get(given, "factor", 1.0), share))
     return Rope(theta, int(head_dim * share), _scaling_from_hf(given, max_len))
 
 
-def _stated(given: Mapping[str, Any], name: str, default: Any) -> Any:
-    """What a key says, `default` where it is missing or null: a 0 is said, for `Rope` to refuse."""
+def _get(given: Mapping[str, Any], name: str, default: Any) -> Any:
+    """Return a key's value, or `default` if it is missing or null. `Rope` refuses a 0."""
     value = given.get(name)
     return default if value is None else value
 
 
 def _with_floats(given: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON writes 32 for 32.0; lengths alone are whole numbers."""
+    """Return the mapping with floats for integers, except lengths: JSON may write 32 for 32.0."""
 
-    def changed(value: Any) -> Any:
+    def to_float(value: Any) -> Any:
         if isinstance(value, list | tuple):
-            return tuple(map(changed, value))
+            return tuple(map(to_float, value))
         return float(value) if type(value) is int else value
 
-    return {k: v if k.endswith("max_position_embeddings") else changed(v) for k, v in given.items()}
+    return {
+        k: v if k.endswith("max_position_embeddings") else to_float(v) for k, v in given.items()
+    }
 
 
 def ropes_from_hf(
     config: Mapping[str, Any], head_dim: int, max_len: int, *, theta: float, local_theta: float
 ) -> tuple[Rope, Rope]:
-    """RoPE of the full layers and of the sliding ones, in families where they differ.
+    """Return the RoPE of the full layers and that of the sliding ones, where they differ.
 
-    Reads `rope_parameters` nested by kind of layer, or the older flat keys, where `rope_scaling`
-    speaks of the full layers alone. The thetas are defaults.
+    Reads `rope_parameters` nested by layer type, or the older flat keys, in which `rope_scaling`
+    applies only to the full layers. `theta` and `local_theta` are defaults.
     """
     nested = get_object(config, "rope_parameters")
     if unknown := sorted(nested.keys() - {FULL, SLIDING}):
@@ -92,7 +96,7 @@ def ropes_from_hf(
 
 def _scaling_from_hf(given: Mapping[str, Any], max_len: int) -> Unscaled:
     kind = given.get("rope_type", given.get("type", "default"))
-    original_len = _stated(given, "original_max_position_embeddings", max_len)
+    original_len = _get(given, "original_max_position_embeddings", max_len)
     if wrong := whole_number_errors({"original_max_position_embeddings": original_len}):
         raise ValueError(wrong[0])
 
@@ -107,7 +111,7 @@ def _scaling_from_hf(given: Mapping[str, Any], max_len: int) -> Unscaled:
         case "linear":
             return LinearScaling(required("factor"))
         case "dynamic":
-            # Hugging Face compares with max_position_embeddings, whatever the original length.
+            # transformers compares with max_position_embeddings, not with the original length.
             return DynamicNtk(required("factor"), max_len)
         case "llama3":
             return Llama3(
@@ -117,19 +121,19 @@ def _scaling_from_hf(given: Mapping[str, Any], max_len: int) -> Unscaled:
                 original_len,
             )
         case "yarn":
-            factor = _stated(given, "factor", max_len / original_len)
+            factor = _get(given, "factor", max_len / original_len)
             return Yarn(
                 factor,
                 original_len,
-                beta_fast=_stated(given, "beta_fast", 32.0),
-                beta_slow=_stated(given, "beta_slow", 1.0),
+                beta_fast=_get(given, "beta_fast", 32.0),
+                beta_slow=_get(given, "beta_slow", 1.0),
                 truncate=given.get("truncate", True),
                 attention_factor=_yarn_attention_factor(given, factor),
             )
         case "longrope":
             attention_factor = given.get("attention_factor")
             if attention_factor is None:
-                factor = _stated(given, "factor", max_len / original_len)
+                factor = _get(given, "factor", max_len / original_len)
                 attention_factor = _longrope_attention_factor(factor, original_len)
             return LongRope(
                 _divisors(required("short_factor"), "short_factor"),
@@ -137,7 +141,9 @@ def _scaling_from_hf(given: Mapping[str, Any], max_len: int) -> Unscaled:
                 original_len,
                 attention_factor=attention_factor,
             )
-    raise ValueError(f"rope type {kind!r} is unknown; this build has {', '.join(ROPE_TYPES)}")
+    raise ValueError(
+        f"rope type {kind!r} is unknown; the supported ones are {', '.join(ROPE_TYPES)}"
+    )
 
 
 def _divisors(values: Any, name: str) -> tuple[float, ...]:
@@ -147,7 +153,7 @@ def _divisors(values: Any, name: str) -> tuple[float, ...]:
 
 
 def _yarn_attention_factor(given: Mapping[str, Any], factor: float) -> float:
-    """YaRN's temperature as a factor on cosine and sine (arXiv:2309.00071, section 3.4)."""
+    """Return YaRN's temperature as a factor of cosine and sine (arXiv:2309.00071, section 3.4)."""
 
     def temperature(mscale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
@@ -171,8 +177,11 @@ def _longrope_attention_factor(factor: float, original_len: int) -> float:
 def rope_from_gguf(
     metadata: Mapping[str, Any], architecture: str, head_dim: int, tensors: Mapping[str, Any]
 ) -> Rope:
-    """Reads `<architecture>.rope.*`. A tensor `rope_freqs.weight` is Llama 3's scaling, a pair of
-    `rope_factors_long.weight` and `rope_factors_short.weight` LongRoPE's."""
+    """Read `<architecture>.rope.*`.
+
+    A tensor `rope_freqs.weight` stores Llama 3's scaling; `rope_factors_long.weight` and
+    `rope_factors_short.weight` store LongRoPE's.
+    """
     keys = GgufKeys(metadata, architecture)
     theta = keys.get_float("rope.freq_base", 10_000.0)
     dim = keys.get_int("rope.dimension_count", head_dim)
@@ -213,26 +222,33 @@ def _scaling_from_gguf(keys: GgufKeys, dim: int, tensors: Mapping[str, Any]) -> 
         return Unscaled(attention_factor=attention_factor)
     if kind == "linear":
         return LinearScaling(factor, attention_factor=attention_factor)
-    raise ValueError(f"rope.scaling.type is {kind!r}; this build reads none, linear and yarn")
+    raise ValueError(
+        f"rope.scaling.type is {kind!r}; the supported types are none, linear and yarn"
+    )
 
 
 def _yarn_from_gguf(keys: GgufKeys, factor: float, original_len: int) -> Yarn:
-    """A config.json's attention_factor is all of the temperature. Converters write it as
-    `yarn_attn_factor`, those of OLMo 3 have written it as `attn_factor` (1.2079, which is already
-    0.1 ln 8 + 1); elsewhere `attn_factor` comes on top of the usual temperature."""
+    """Read YaRN's parameters.
+
+    The attention_factor of a config.json is the whole temperature. Converters write it as
+    `yarn_attn_factor`, and for OLMo 3 as `attn_factor` (1.2079, which is 0.1 ln 8 + 1). For other
+    architectures `attn_factor` multiplies the usual temperature.
+    """
     if (extrapolated := keys.get("rope.scaling.yarn_ext_factor", 1.0)) != 1:
         raise ValueError(
-            f"{keys.architecture}.rope.scaling.yarn_ext_factor is {extrapolated!r}; this build "
-            "knows 1 alone"
+            f"{keys.architecture}.rope.scaling.yarn_ext_factor is {extrapolated!r}; only 1 is "
+            "supported"
         )
-    whole = keys.get("rope.scaling.yarn_attn_factor")
-    times = keys.get_float("rope.scaling.attn_factor", 1.0)
-    if whole is None and keys.architecture == "olmo2":
-        whole, times = keys.get("rope.scaling.attn_factor"), 1.0
+    temperature = keys.get("rope.scaling.yarn_attn_factor")
+    multiplier = keys.get_float("rope.scaling.attn_factor", 1.0)
+    if temperature is None and keys.architecture == "olmo2":
+        temperature, multiplier = keys.get("rope.scaling.attn_factor"), 1.0
+    if temperature is None:
+        temperature = multiplier * _yarn_attention_factor({}, factor)
     return Yarn(
         factor,
         original_len,
         beta_fast=keys.get_float("rope.scaling.yarn_beta_fast", 32.0),
         beta_slow=keys.get_float("rope.scaling.yarn_beta_slow", 1.0),
-        attention_factor=times * _yarn_attention_factor({}, factor) if whole is None else whole,
+        attention_factor=temperature,
     )

@@ -1,4 +1,4 @@
-"""SmolLM 3: Llama's structure, where some layers know no positions (NoPE)."""
+"""SmolLM 3: Llama's structure, with some layers without positional encoding (NoPE)."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from jaxinfer.models.family import Family, WeightTable
 from jaxinfer.models.gguf_config import DECODER_KEYS, GgufKeys
 from jaxinfer.models.rope_config import rope_from_gguf, rope_from_hf
 
-# What `SmolLM3Config` says where config.json is silent.
+# The defaults of `SmolLM3Config`.
 DEFAULTS = {
     "max_position_embeddings": 32_768,
     "num_key_value_heads": 4,
     "tie_word_embeddings": True,
 }
-GGUF_NOPE_INTERVAL = 4  # the files have no key for it
+GGUF_NOPE_INTERVAL = 4  # the files do not state it
 HF_WEIGHTS = WeightTable(HF_ROWS, HF_IGNORED)
 GGUF_WEIGHTS = WeightTable(GGUF_ROWS, GGUF_IGNORED)
 
 
 def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
-    """From config.json. A window, where one is used, is that of the layers without positions."""
+    """Read config.json. With `use_sliding_window` the NoPE layers have a window."""
     config = DEFAULTS | dict(config)
     [ffn_dim] = hf_config.require_ints(config, "intermediate_size")
     fields = hf_config.decoder_fields(config)
@@ -41,8 +41,8 @@ def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Dec
     has_bias = bool(config.get("attention_bias", False))
     return DecoderConfig(
         layers=tuple(
-            LayerConfig(rope if turns else None, ffn_dim, window)
-            for turns, window in zip(has_rope, windows, strict=False)
+            LayerConfig(rope if layer_has_rope else None, ffn_dim, window)
+            for layer_has_rope, window in zip(has_rope, windows, strict=False)
         ),
         qkv_bias=has_bias,
         out_bias=has_bias,
@@ -52,14 +52,14 @@ def config_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Dec
 
 
 def config_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
-    """From a GGUF file's key-values; every fourth layer knows no positions."""
+    """Read a GGUF file's key-values; every fourth layer has no positional encoding."""
     keys = GgufKeys(metadata, "smollm3")
     keys.refuse_unread(DECODER_KEYS)
     fields = gguf_config.decoder_fields(keys, tensors)
     rope = rope_from_gguf(metadata, "smollm3", fields["head_dim"], tensors)
-    turned = LayerConfig(rope, keys.get_int("feed_forward_length"))
-    still = LayerConfig(None, turned.ffn_dim)
-    return DecoderConfig(layers=(turned,) * (GGUF_NOPE_INTERVAL - 1) + (still,), **fields)
+    with_rope = LayerConfig(rope, keys.get_int("feed_forward_length"))
+    nope = LayerConfig(None, with_rope.ffn_dim)
+    return DecoderConfig(layers=(with_rope,) * (GGUF_NOPE_INTERVAL - 1) + (nope,), **fields)
 
 
 SMOLLM3 = Family(

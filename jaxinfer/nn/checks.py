@@ -10,6 +10,8 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from jaxinfer.kernels.gated_mlp.activations import ACTIVATIONS
+
 
 def whole_number_errors(
     numbers: Mapping[str, Any], least: Mapping[str, int] | None = None
@@ -50,6 +52,19 @@ def rope_dim_errors(dims: Iterable[int], head_dim: int) -> list[str]:
         for dim in dims
         if dim % 2 or not 2 <= dim <= head_dim
     ]
+
+
+def transformer_errors(config: Any, least: Mapping[str, int]) -> list[str]:
+    """Describe what is wrong with the fields that a `GptConfig` and an `EncoderConfig` share:
+    integers of at least 1 (or `least[name]`), heads, epsilon and activation."""
+    errors = whole_number_errors(int_fields(config), least)
+    if not errors and config.model_dim % config.num_heads:
+        errors.append(f"model_dim {config.model_dim} is not a multiple of {config.num_heads} heads")
+    errors += epsilon_errors("norm_eps", config.norm_eps)
+    if config.activation not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        errors.append(f"activation is {config.activation!r}; the supported ones are {known}")
+    return errors
 
 
 def int_fields(config: Any) -> dict[str, Any]:

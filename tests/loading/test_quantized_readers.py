@@ -30,7 +30,7 @@ from jaxinfer.models.family import (
     LINEAR_PAIRED,
     Transform,
     every_other,
-    part_of,
+    fused_part,
 )
 from jaxinfer.models.functional import ParameterSpec
 from jaxinfer.nn.quantized import QuantPair
@@ -163,7 +163,7 @@ def some_rows(bits: int, out: int, inputs: int, seed: int = 0, group: int = 16) 
     [
         (LINEAR, (32, 24), 24),
         (LINEAR_PAIRED, (32, 3, 8), 24),
-        (part_of(LINEAR, 4, 40), (32, 24), 40),
+        (fused_part(LINEAR, 4, 40), (32, 24), 40),
     ],
 )
 def test_transform_applies_to_values_scales_and_zeros(transform, dims, num_out, bits):

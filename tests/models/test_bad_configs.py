@@ -62,7 +62,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("phi3", {"rope_parameters": {"type": "longrope"}}, "needs 'short_factor'"),
     ("olmo3", {"rope_theta": 0}, "rope_theta is 0"),
     ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval is 0"),
-    ("smollm3", {"no_rope_layers": ["x", "y"]}, "no_rope_layers holds 'x'"),
+    ("smollm3", {"no_rope_layers": ["x", "y"]}, "no_rope_layers contains 'x'"),
     ("granite", {"logits_scaling": 0}, "logits_scaling is 0"),
     ("granite", {"attention_multiplier": None}, "attention_multiplier is None"),
     ("qwen2", {"use_sliding_window": True, "max_window_layers": "x"}, "max_window_layers is 'x'"),
@@ -119,7 +119,7 @@ def read_gguf(name: str, changes: dict[str, Any], tensors: dict[str, Any] | None
 @pytest.mark.parametrize(
     ("name", "changes", "words"),
     [
-        ("llama", {"block_count": 10**11}, r"llama\.block_count claims 100,000,000,000 layers"),
+        ("llama", {"block_count": 10**11}, r"llama\.block_count states 100,000,000,000 layers"),
         ("llama", {"block_count": 0}, r"llama\.block_count is 0; it .* at least 1"),
         ("llama", {"attention.key_length": "8"}, r"llama\.attention\.key_length is '8'"),
         ("llama", {"attention.layer_norm_rms_epsilon": None}, "layer_norm_rms_epsilon"),

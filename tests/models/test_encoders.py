@@ -130,7 +130,7 @@ def test_a_head_that_would_be_left_out_is_refused_by_name(tmp_path):
         ("bert", {"is_decoder": True}, "is_decoder"),
         ("bert", {"add_cross_attention": True}, "add_cross_attention"),
         ("bert", {"hidden_act": "mish"}, "mish"),
-        ("bert", {"hidden_size": 33}, "no multiple"),
+        ("bert", {"hidden_size": 33}, "not a multiple"),
         ("bert", {"intermediate_size": "48"}, "intermediate_size"),
         ("bert", {"layer_norm_eps": 2.0}, "norm_eps"),
         ("roberta", {"pad_token_id": "x"}, "pad_token_id"),

@@ -164,8 +164,8 @@ def test_only_every_nth_layer_may_have_experts():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_key_value_heads": 2}, "num_key_value_heads is 2, and this build knows 128"),
-        ({"scoring_func": "softmax"}, "scoring_func is 'softmax', and this build knows 'sigmoid'"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads is 2; only 128 is supported"),
+        ({"scoring_func": "softmax"}, "scoring_func is 'softmax'; only 'sigmoid' is supported"),
         ({"topk_method": "greedy"}, "topk_method is 'greedy'; deepseek_v3 has 'noaux_tc'"),
         ({"n_group": 7}, "256 experts do not make 7 groups"),
         ({"kv_lora_rank": None}, "kv_lora_rank is None; it must be a whole number"),

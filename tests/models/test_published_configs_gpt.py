@@ -220,7 +220,7 @@ def test_both_generations_of_rope_keys_mean_the_same():
     [
         (gpt2(2, 32, 4, add_cross_attention=True), "add_cross_attention"),
         (gpt2(2, 32, 4, activation_function="quick_gelu"), "activation_function is 'quick_gelu'"),
-        (gpt2(2, 30, 4), "model_dim 30 is no multiple of 4 heads"),
+        (gpt2(2, 30, 4), "model_dim 30 is not a multiple of 4 heads"),
         (gpt2(2, 32, 4, n_positions=0), "n_positions"),
         (gpt2(2, 32, 4, layer_norm_epsilon=0.0), "layer_norm_epsilon is 0"),
         (pythia(2, 24, 4, 100), "rope.dim is 1"),
