@@ -34,6 +34,13 @@ def overview() -> str:
     )
 
 
+def group_help(group: str) -> str:
+    """Describe the subcommands whose names begin with this word, as `bench` does; "" if none do."""
+    names = [name for name in COMMANDS if name.startswith(f"{group} ")]
+    width = max(map(len, names), default=0) + 2
+    return "\n".join(f"  jaxinfer {name:{width}}{COMMANDS[name].summary}" for name in names)
+
+
 def command_help(name: str, module: ModuleType, *, full: bool) -> str:
     """Describe a subcommand: what it does, examples, its flags in groups.
 

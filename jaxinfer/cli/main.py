@@ -21,7 +21,7 @@ from absl import app, flags, logging
 
 from jaxinfer import __version__
 from jaxinfer.cli.commands import COMMANDS, UnknownCommand, find_command
-from jaxinfer.cli.help import command_help, overview
+from jaxinfer.cli.help import command_help, group_help, overview
 
 FLAGS = flags.FLAGS
 HELP_FLAGS = ("-h", "-?", "--help", "-help", "--helpshort")
@@ -44,6 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         words = [*words[1:], "--help"]
     if words[0] in ("help", *HELP_FLAGS, *FULL_HELP_FLAGS):
         print(overview())
+        return 0
+    if words[1:2] and words[1] in HELP_FLAGS and (text := group_help(words[0])):
+        print(text)
         return 0
     try:
         name, rest = find_command(words)

@@ -22,6 +22,7 @@ LINES = [
     ["help"],
     ["--help"],
     ["help", "serve"],
+    ["help", "bench"],
     ["--version"],
     ["sreve"],
     ["bench"],
@@ -82,6 +83,8 @@ def test_help_lists_every_subcommand(results):
     assert code == 0 and all(f"  {name} " in overview for name in COMMANDS)
     assert results["--help",] == results["help",]
     assert results["help", "serve"] == results["serve", "--help"]
+    kinds = results["help", "bench"]
+    assert kinds.code == 0 and "  jaxinfer bench loading  " in kinds.stdout
     assert results[()] == Result(2, "", overview)
 
 

@@ -103,6 +103,12 @@ flags.DEFINE_string("config", "demo", "Cases: preset or .toml file.")
 flags.DEFINE_multi_string("set", [], "Cases: option, key.path=value.")
 flags.DEFINE_integer("repeats", 3, "Cases: counted rounds of throughput and overload.", 1)
 flags.DEFINE_float("minutes", 30.0, "Cases: how long soak lasts.", lower_bound=0.05)
+HELP = {
+    "Target": ("url", "grpc", "api", "model", "api_key_file"),
+    "Load": ("arrivals", "rate", "clients", "requests", "prompt_lens", "output_lens", "trace"),
+    "Results": ("slo_ttft_ms", "slo_itl_ms", "json", "plot"),
+    "Cases of this project": ("case", "checkpoint", "config", "set", "repeats", "minutes"),
+}
 
 
 def target() -> Endpoint:
