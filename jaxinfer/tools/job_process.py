@@ -1,8 +1,8 @@
-"""A child process that is fed jobs one at a time and watched, so that a compiler or a kernel that
-crashes or hangs costs one job and not the run.
+"""A child process that runs jobs one at a time under a watchdog, so that a compiler or a kernel
+that crashes or hangs costs one job and not the run.
 
-The child calls `serve`; its standard output is the line to its parent, JSON an event, and whatever
-else writes there goes to standard error instead. The parent holds a `JobProcess`.
+The child calls `serve_jobs`. Its standard output carries one JSON event a line to the parent; other
+output to it is redirected to standard error. The parent uses a `JobProcess`.
 """
 
 from __future__ import annotations
@@ -22,52 +22,55 @@ from pathlib import Path
 from typing import Any
 
 START_SECONDS = 120  # importing JAX, opening a topology or a device
-LAST_WORDS = 2000
+STDERR_TAIL = 2000  # characters of standard error that a failed job reports
 
 Event = dict[str, Any]
 
 
 def serve_jobs(handle: Callable[[Event, Callable[[Event], None]], Event]) -> None:
-    """In the child: answer every job that comes on standard input with `handle(job, tell)`.
+    """Run in the child: answer every job on standard input with `handle(job, send_event)`.
 
-    `tell(event)` reports progress, and gives the job its time anew.
+    `send_event(event)` reports progress and restarts the job's time limit.
     """
     line_out = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)
 
-    def tell(event: Event) -> None:
+    def send_event(event: Event) -> None:
         line_out.write(json.dumps(event) + "\n")
 
-    tell({"ready": True})
+    send_event({"ready": True})
     for line in sys.stdin:
-        tell({"done": handle(json.loads(line), tell)})
+        send_event({"done": handle(json.loads(line), send_event)})
 
 
 class JobProcess:
-    """The parent's end. `ask` starts the process where none runs; `close` ends it."""
+    """The parent's end. `run` starts the process where none is running; `close` ends it."""
 
     def __init__(self, command: Sequence[str | Path], environment: Mapping[str, str | None]):
         self.command = [str(part) for part in command]
-        self.environment = environment  # None: without that variable
+        self.environment = environment  # None removes a variable
         self._process: subprocess.Popen[str] | None = None
         self._lines: queue.Queue[str] = queue.Queue()
         self._reader: threading.Thread | None = None
         self._folder = tempfile.TemporaryDirectory()
 
-    def ask(
+    def run(
         self,
         job: Event,
         seconds: float,
         on_event: Callable[[Event], None] = lambda event: None,
         within: float = math.inf,
     ) -> Event:
-        """The child's answer, or `{"status": "crashed" | "timed out", "reason": ...}`, after which
-        the next job gets a new process. `within` bounds the start of a process and the job
-        together; `seconds` are the job's alone."""
+        """Run a job and return the child's answer.
+
+        The answer is `{"status": "crashed" | "timed out", "reason": ...}` where the process failed;
+        the next job then gets a new process. `seconds` limits the job alone, `within` the job and
+        the start of the process together.
+        """
         end = time.monotonic() + within
         if self._process is None:
             self._start()
-            answer = self._listen(min(START_SECONDS, within), on_event, until="ready")
+            answer = self._wait_for(min(START_SECONDS, within), on_event, until="ready")
             if isinstance(answer, dict):
                 return answer
             seconds = min(seconds, max(0.0, end - time.monotonic()))
@@ -77,10 +80,10 @@ class JobProcess:
             self._process.stdin.flush()
         except BrokenPipeError:
             return self._ended("crashed", 0)
-        return self._listen(seconds, on_event, until="done")
+        return self._wait_for(seconds, on_event, until="done")
 
     def close(self) -> None:
-        """End the process and what it started, and its files."""
+        """End the process and its descendants, and remove its files."""
         self._kill()
         self._folder.cleanup()
 
@@ -109,13 +112,13 @@ class JobProcess:
             assert process.stdout is not None
             for line in process.stdout:
                 lines.put(line)
-            lines.put("")  # the end
+            lines.put("")  # end of output
 
         self._reader = threading.Thread(target=read, daemon=True)
         self._reader.start()
         self._process, self._lines = process, lines
 
-    def _listen(self, seconds: float, on_event: Callable[[Event], None], until: str) -> Any:
+    def _wait_for(self, seconds: float, on_event: Callable[[Event], None], until: str) -> Any:
         deadline = time.monotonic() + seconds
         while True:
             try:
@@ -133,12 +136,12 @@ class JobProcess:
     def _ended(self, status: str, seconds: float) -> Event:
         self._kill()
         path = Path(self._folder.name) / "stderr"
-        last_words = path.read_text("utf-8", "replace").strip()[-LAST_WORDS:]
+        stderr_tail = path.read_text("utf-8", "replace").strip()[-STDERR_TAIL:]
         if status == "timed out":
-            return {"status": status, "reason": f"it took over {seconds:g} s", "trace": last_words}
-        lines = [line for line in last_words.splitlines() if line.strip()]
-        reason = lines[-1][:300] if lines else "the process died without a word"
-        return {"status": status, "reason": reason, "trace": last_words}
+            return {"status": status, "reason": f"it took over {seconds:g} s", "trace": stderr_tail}
+        lines = [line for line in stderr_tail.splitlines() if line.strip()]
+        reason = lines[-1][:300] if lines else "the process died without any message"
+        return {"status": status, "reason": reason, "trace": stderr_tail}
 
     def _kill(self) -> None:
         process, self._process = self._process, None
@@ -146,7 +149,7 @@ class JobProcess:
             return
         try:
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:  # ended, and nobody else in its group
+        except ProcessLookupError:  # the process group is gone
             process.kill()
         process.wait()
         assert self._reader is not None

@@ -1,4 +1,4 @@
-"""Calling a kernel's case (`kernel_cases`): for a compiler, for a device, for a recorder."""
+"""Call a kernel's case (`kernel_cases`) for a compiler, on a device, or with a recorder."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from jaxinfer.tools.kernel_cases import Case
 
 
 def tables(case: Case) -> list[dict[str, Callable[..., Any]]]:
-    """The tables of backends that the case's front door chooses from: `...BACKENDS` of its module.
+    """The tables of backends, `...BACKENDS`, in the module of the case's function.
 
-    Raises `ValueError` where there is none.
+    Raises `ValueError` where the module has none.
     """
     function = inspect.unwrap(case.function)
     while isinstance(function, partial):
@@ -37,38 +37,39 @@ def tables(case: Case) -> list[dict[str, Callable[..., Any]]]:
 
 
 def backend_names(case: Case, platform: str) -> list[str]:
-    """Those of the case's backends that are for a platform, in the case's order."""
+    """The case's backends for a platform, in the case's order."""
     return [name for name in case.backends if BACKEND_PLATFORMS.get(name, platform) == platform]
 
 
 @contextlib.contextmanager
 def backend_with(case: Case, backend: str, **keywords: Any) -> Iterator[None]:
-    """While it lasts, the case's front door calls `backend` with these keywords besides: `launch`,
-    `tiling`, `interpret`. Traces that jit made before are not affected."""
+    """Make the case's function pass more keywords to `backend` within the context, such as
+    `launch`, `tiling` and `interpret`. Earlier traces of jit are not affected."""
     with contextlib.ExitStack() as stack:
-        has_it = [table for table in tables(case) if backend in table]
-        if not has_it:
+        having = [table for table in tables(case) if backend in table]
+        if not having:
             raise ValueError(f"{case.function.__module__} has no backend {backend!r}")
-        for table in has_it:
+        for table in having:
             changed = {backend: partial(table[backend], **keywords)}
             stack.enter_context(mock.patch.dict(table, changed))
         yield
 
 
 def is_dynamic(value: Any) -> bool:
-    """Whether an option holds arrays (or their specs) and nothing else."""
+    """Whether an option consists of arrays, or of their specs, alone."""
     leaves = jax.tree.leaves(value)
     return bool(leaves) and all(hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves)
 
 
 def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Options that are arrays, which a program takes, and those that it is compiled for."""
+    """Split options into arrays, which a program takes as inputs, and static ones."""
     dynamic = {name: value for name, value in options.items() if is_dynamic(value)}
     return dynamic, {name: value for name, value in options.items() if name not in dynamic}
 
 
 def call_of(case: Case, backend: str) -> Callable[[Any, Any], Any]:
-    """`f(arguments, arrays)`: the case by that backend, `arrays` being its options of that kind."""
+    """Return `f(arguments, arrays)`, which calls the case by that backend; `arrays` are the options
+    that are arrays."""
     _, static = split_options(case.options)
 
     def call(arguments, arrays):
@@ -78,7 +79,7 @@ def call_of(case: Case, backend: str) -> Callable[[Any, Any], Any]:
 
 
 def record_launches(case: Case, backend: str = "gpu", **keywords: Any) -> list[TritonLaunch]:
-    """The Triton kernels that a call launches; trace it for a GPU, by `dispatch`'s means.
+    """Return the Triton kernels that a call launches. The caller selects a GPU for the trace.
 
     Raises `NotImplementedError` where the backend declines.
     """
@@ -90,5 +91,5 @@ def record_launches(case: Case, backend: str = "gpu", **keywords: Any) -> list[T
 
 
 def backend_module(operator: str, backend: str) -> Any:
-    """The module of an operator's backend."""
+    """Import the module of an operator's backend."""
     return importlib.import_module(f"jaxinfer.kernels.{operator}.{backend}")

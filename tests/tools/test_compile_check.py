@@ -306,14 +306,14 @@ def test_a_child_that_cannot_start_says_why(tmp_path):
     path = tmp_path / "worker.py"
     path.write_text("import no_such_module")
     with job_process.JobProcess([sys.executable, path], {}) as child:
-        answer = child.ask({}, 5)
+        answer = child.run({}, 5)
     assert answer["status"] == "crashed" and "no_such_module" in answer["reason"]
 
 
 def test_a_job_has_its_time_anew_with_every_sign_of_life(worker):
     events = []
     with job_process.JobProcess([sys.executable, worker], {}) as child:
-        assert child.ask({"name": "slow"}, 1.5, events.append) == {"status": "compiled"}
+        assert child.run({"name": "slow"}, 1.5, events.append) == {"status": "compiled"}
     assert [event.get("at") for event in events] == [None, 0, 1, 2, 3]
 
 

@@ -144,14 +144,14 @@ class Child:
         self.answers = answers
         self.asked: list[Any] = []
 
-    def ask(self, job, seconds, *, within):
+    def run(self, job, seconds, *, within):
         assert seconds <= within
         self.asked.append((job["kind"], job.get("case"), seconds))
         answer = self.answers[job["kind"]]
         return {"status": "measured", **answer} if "status" not in answer else dict(answer)
 
 
-def clock(seconds: float = 1000.0) -> Any:
+def time_budget(seconds: float = 1000.0) -> Any:
     return plan.TimeBudget(seconds, now=lambda: 0.0)
 
 
@@ -185,24 +185,24 @@ def test_only_a_headline_that_the_time_was_too_short_for_is_a_failure(is_headlin
 def test_what_disagrees_is_not_timed():
     child = Child(check={"error": 0.5, "agrees": False}, measure={"seconds": 1.0, "calls": 3})
     rows = rows_of(one=toy_case())
-    plan.check_kernels(child, clock(), rows, False, 0.0)
+    plan.check_kernels(child, time_budget(), rows, False, 0.0)
     assert [kind for kind, *_ in child.asked] == ["check"]
-    assert not table.has_passed(rows) and "allowed 1e-05" in table.text(rows, {})
+    assert not table.has_passed(rows) and "allowed 1e-05" in table.render(rows, {})
 
 
 def test_what_agrees_is_timed_and_judged_by_what_the_device_gave():
     child = Child(check={"error": 1e-6, "agrees": True}, measure={"seconds": 2e-6, "calls": 3},
                   peer={"seconds": 3e-6, "how": "graph"})  # fmt: skip
     rows = rows_of(one=toy_case(peer=print), two=toy_case())
-    plan.check_kernels(child, clock(), rows, False, 0.0)
-    plan.check_peers(child, clock(), rows, False)
+    plan.check_kernels(child, time_budget(), rows, False, 0.0)
+    plan.check_peers(child, time_budget(), rows, False)
     ceilings = {"device": "GPU", "bandwidth": 32e6, "matrix_rate": 8e6}
     for row in rows:
         table.judge(row, ceilings)
     assert rows[0]["of_copy"] == pytest.approx(0.5) and rows[0]["of_matrix"] == pytest.approx(0.25)
     assert rows[0]["ratio"] == pytest.approx(1.5) and "ratio" not in rows[1]
     assert sum(kind == "peer" for kind, *_ in child.asked) == 1
-    text = table.text(rows, ceilings)
+    text = table.render(rows, ceilings)
     assert table.has_passed(rows) and "50 %" in text and "1.50" in text and "NOT" not in text
 
 
@@ -211,33 +211,33 @@ def test_a_case_that_hangs_or_is_declined_is_named_and_the_rest_goes_on():
                    {"status": "declined", "reason": "needs sm_90"}):  # fmt: skip
         rows = rows_of(one=toy_case(), two=toy_case())
         child = Child(check=answer)
-        plan.check_kernels(child, clock(), rows, False, 0.0)
+        plan.check_kernels(child, time_budget(), rows, False, 0.0)
         assert len(child.asked) == 2 and not table.has_passed(rows)
-        assert f"{answer['status']}: {answer['reason']}" in table.text(rows, {})
+        assert f"{answer['status']}: {answer['reason']}" in table.render(rows, {})
 
 
 def test_a_time_that_cannot_be_told_from_none_is_no_figure():
     child = Child(check={"error": 0.0, "agrees": True}, measure={"seconds": 0.0, "calls": 3})
     rows = rows_of(one=toy_case())
-    plan.check_kernels(child, clock(), rows, False, 0.0)
-    assert not table.has_passed(rows) and "3 calls take no more time" in table.text(rows, {})
+    plan.check_kernels(child, time_budget(), rows, False, 0.0)
+    assert not table.has_passed(rows) and "3 calls take no more time" in table.render(rows, {})
 
 
 def test_a_missing_peer_is_told_and_fails_nothing():
     child = Child(check={"error": 0.0, "agrees": True}, measure={"seconds": 1.0, "calls": 3},
                   peer={"status": "declined", "reason": "PyTorch is not installed"})  # fmt: skip
     rows = rows_of(one=toy_case(peer=print))
-    plan.check_kernels(child, clock(), rows, False, 0.0)
-    plan.check_peers(child, clock(), rows, False)
-    assert table.has_passed(rows) and "PyTorch is not installed" in table.text(rows, {})
+    plan.check_kernels(child, time_budget(), rows, False, 0.0)
+    plan.check_peers(child, time_budget(), rows, False)
+    assert table.has_passed(rows) and "PyTorch is not installed" in table.render(rows, {})
 
 
 def test_past_its_time_nothing_is_begun_and_what_is_reserved_is_kept():
     child = Child(check={"error": 0.0, "agrees": True}, measure={"seconds": 1.0, "calls": 3})
     rows = rows_of(one=toy_case())
-    plan.check_kernels(child, clock(100), rows, False, 99.5)
+    plan.check_kernels(child, time_budget(100), rows, False, 99.5)
     assert not child.asked and rows[0]["status"] == "not run"
-    plan.check_kernels(child, clock(100), rows, False, 90)
+    plan.check_kernels(child, time_budget(100), rows, False, 90)
     assert child.asked == [("check", "one", 10), ("measure", "one", 10)]
 
 
@@ -245,7 +245,7 @@ def test_a_child_that_does_not_start_takes_no_more_than_is_left():
     job_process = importlib.import_module("jaxinfer.tools.job_process")
     command = [sys.executable, "-c", "import time; time.sleep(60)"]
     with job_process.JobProcess(command, {}) as child:
-        answer = plan.TimeBudget(1.5).ask(child, {"kind": "check"}, 40)
+        answer = plan.TimeBudget(1.5).run(child, {"kind": "check"}, 40)
     assert answer["status"] == "timed out" and answer["reason"].startswith("it took over 1.")
 
 
@@ -278,19 +278,19 @@ def test_the_engines_figures_are_shares_of_their_floors():
     for row in (decode, first):
         table.judge(row, {"bandwidth": 1e12, "matrix_rate": 1e15})
     assert decode["of_floor"] == pytest.approx(0.5) and first["of_floor"] == pytest.approx(0.25)
-    text = table.text([decode, first], {})
+    text = table.render([decode, first], {})
     assert "16,000 tokens/s" in text and "gap 100 us" in text and "4.0 ms" in text
-    bound = table.text([decode | {"is_host_bound": True, "gap_seconds": -1e-6}], {})
+    bound = table.render([decode | {"is_host_bound": True, "gap_seconds": -1e-6}], {})
     assert "host-bound" in bound and "gap" not in bound
 
 
 def test_the_step_is_compared_with_and_without_xlas_options_where_there_is_time():
     answer = {"with_seconds": 8e-3, "without_seconds": 9e-3, "options": {"split": 1}}
     child = Child(decode={}, first_token={}, options=answer)
-    *_, row = plan.check_engine(child, clock(), False, 0.0)
-    text = table.text([row], {})
+    *_, row = plan.check_engine(child, time_budget(), False, 0.0)
+    text = table.render([row], {})
     assert "8.00 ms with" in text and "9.00 ms without" in text and "split=1" in text
-    *others, row = plan.check_engine(child, clock(plan.ENGINE_SECONDS - 1), False, 0.0)
+    *others, row = plan.check_engine(child, time_budget(plan.ENGINE_SECONDS - 1), False, 0.0)
     assert row["status"] == "not run" and table.has_passed([*others, row])
 
 

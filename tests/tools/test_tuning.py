@@ -98,7 +98,7 @@ def test_the_files_that_ship_hold_fields_of_backends_that_exist():
                 assert module.Tiling(**fields), f"{path.name}: {name} {key}"
 
 
-H100 = model.Gpu.of_target(load_target("h100"))
+H100 = model.Gpu.from_target(load_target("h100"))
 
 
 def launch(blocks: int, num_warps: int = 4, outputs: tuple[Any, ...] = ()) -> TritonLaunch:
@@ -115,7 +115,7 @@ def seconds(blocks: int, registers: int = 64, shared: int = 32768, **changes: An
 def test_the_chips_figures_are_those_of_its_datasheet():
     assert H100.multiprocessors == 132 and H100.shared_bytes == 228 * 1024
     assert H100.matrix_rate == pytest.approx(1.07e15, rel=0.01)  # 989e12 at the sustained clock
-    assert model.Gpu.of_target(load_target("a100")).matrix_rate == pytest.approx(312e12, rel=0.01)
+    assert model.Gpu.from_target(load_target("a100")).matrix_rate == pytest.approx(312e12, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ def test_a_search_measures_what_agrees_with_today_and_says_why_others_do_not(toy
     assert {b: t.get("seconds") for b, t in by_block.items()} == {
         None: 4.0, 3: None, 5: None, 7: 2.0, 9: 3.0,
     }  # fmt: skip
-    assert "differs from today's result" in by_block[3]["reason"]
+    assert "differs from the current tiling's result" in by_block[3]["reason"]
     assert by_block[5]["reason"] == "no kernel of 5"
     rows = [job() | found | {"status": "measured"}]
     assert files.best_tiling(rows)["tiling"] == {"block": 7, "num_warps": 4}

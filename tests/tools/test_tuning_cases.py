@@ -21,7 +21,7 @@ tune_kernels: Any = importlib.import_module("jaxinfer.tools.tuner.tune")
 
 def test_only_tunable_cases_are_searched(monkeypatch):
     tune_kernels.FLAGS(["tune_kernels.py"])
-    found, broken = tune_kernels.jobs(["paged_attention", "quantized_matmul"], "tpu")
+    found, broken = tune_kernels.tuning_jobs(["paged_attention", "quantized_matmul"], "tpu")
     names = {(row["operator"], row["case"]) for row in found}
     assert ("paged_attention", "llama3_8b decode") in names and not broken
     assert not any("update" in name or "activations" in name for _, name in names)

@@ -77,7 +77,7 @@ def run_jobs(
         with JobProcess([sys.executable, worker], ENVIRONMENT) as child:
             job = left.take(None)
             while job is not None and time.monotonic() < end:
-                row = {"id": job.id} | child.ask(dataclasses.asdict(job), job.seconds)
+                row = {"id": job.id} | child.run(dataclasses.asdict(job), job.seconds)
                 rows[job.id] = row
                 with reporting:
                     on_row(row)

@@ -4,26 +4,30 @@
     jaxinfer doctor --operators=paged_attention --packages=FOLDER
     jaxinfer doctor --rehearse      # tiny shapes, interpreters, no GPU
 
-Takes at most `--minutes`, and prints a short table last. In this order: what the device gives (copy
-bandwidth, rate of bfloat16 products); for `--cases` of each operator (`kernel_cases/`), headline
-cases first, the GPU backends' agreement with the reference on the same device, and their time, as
-long as the time lasts, of which the rest keeps its share; the engine with
-random weights in the shape of Llama-3-8B, bfloat16: decode at 1, 32 and 256 rows, the time to the
-first token of 8,184, how long the device waits for the host between steps, and the step with and
-without the options that the engine gives XLA; PyTorch's time for the same cases, where a case has a
-peer. Percentages are of what the device gave in this run.
+The check takes at most `--minutes` and ends with a short table. It measures, in this order:
 
-JAX has no device events: a call's time is that of many calls in one program, less the same program
+1. the device: copy bandwidth, rate of bfloat16 products;
+2. for `--cases` of each operator (`kernel_cases/`), headline cases first, the GPU backends'
+   agreement with the reference on the same device, and their time, within the part of the time that
+   is not reserved for what follows;
+3. the engine with random weights in the shape of Llama-3-8B, bfloat16: decoding with 1, 32 and 256
+   rows, the time to the first token of 8,184, how long the device waits for the host between steps,
+   and the step with and without the options that the engine gives XLA;
+4. PyTorch's time for the same cases, where a case has a peer.
+
+Percentages are relative to the rates that the device reached in this run.
+
+JAX has no device events, so a call is timed as many calls in one program, less the same program
 with two (`device_check/timing.py`). PyTorch is timed by CUDA events, in a process of its own.
 
-Everything runs in child processes under a watchdog: what hangs is killed, and the table says so.
-Exits with 1 if anything disagrees or could not be measured; a case that is no headline may be left
-for want of time.
+Everything runs in child processes under a watchdog: a child that hangs is killed, and the table
+reports it. The exit code is 1 if anything disagrees or could not be measured; cases that are no
+headlines may be left out for lack of time.
 
-Needs jax with CUDA, triton, jax-triton and what jaxinfer imports (gguf, say); jaxinfer itself need
-not be installed. What the environment lacks is brought as unpacked wheels (`python -m zipfile -e
-X.whl FOLDER`) in a folder that `--packages` names. Without jax-triton every GPU backend declines,
-and the table says so; without PyTorch there are no peers.
+The check needs jax with CUDA, triton, jax-triton and the dependencies of jaxinfer. Packages that
+the environment lacks can be unpacked wheels (`python -m zipfile -e X.whl FOLDER`) in a folder that
+`--packages` names. Without jax-triton every GPU backend declines, and the table reports it; without
+PyTorch there are no peers.
 """
 
 from __future__ import annotations
@@ -41,10 +45,10 @@ from jaxinfer.tools.device_check.setting import environment, search_path
 FLAGS = flags.FLAGS
 
 OPERATORS = flags.DEFINE_string("operators", "all", "Kernels: all, none, or names of operators.")
-ENGINE = flags.DEFINE_boolean("engine", True, "Run the engine too.")
-PEERS = flags.DEFINE_boolean("peers", True, "Time PyTorch too, where a case has a peer.")
+ENGINE = flags.DEFINE_boolean("engine", True, "Also run the engine.")
+PEERS = flags.DEFINE_boolean("peers", True, "Also time PyTorch, where a case has a peer.")
 CASES = flags.DEFINE_integer("cases", 6, "Cases of an operator, at most; headlines first.", 1)
-MINUTES = flags.DEFINE_float("minutes", 8, "What is not begun by then is not run.", 0.1)
+MINUTES = flags.DEFINE_float("minutes", 8, "The time limit; no part begins after it.", 0.1)
 PACKAGES = flags.DEFINE_string("packages", None, "A folder of packages that are not installed.")
 REHEARSE = flags.DEFINE_boolean("rehearse", False, "Tiny, interpreted, on the CPU.")
 JSON = flags.DEFINE_string("json", None, "Also write everything that was found to this file.")
@@ -53,8 +57,8 @@ JSON = flags.DEFINE_string("json", None, "Also write everything that was found t
 def load_cases(
     names: list[str], platform: str, *, rehearse: bool
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """`--cases` of every operator that are for the platform, and a row for every module that is
-    broken."""
+    """Return the first `--cases` of every operator for the platform, and a row for every broken
+    module."""
     from jaxinfer.tools import kernel_cases
     from jaxinfer.tools.device_check import plan
 
@@ -69,12 +73,14 @@ def load_cases(
         fitting = plan.headlines_first(cases, platform)
         found[name] = plan.headlines_first(cases, platform, CASES.value)
         if left := len(fitting) - len(found[name]):
-            print(f"{name}: {left} of {len(fitting)} cases are not asked for (--cases)")
+            print(f"{name}: {left} of {len(fitting)} cases are left out (--cases)")
     return found, rows
 
 
-def run(names: list[str], folders: list[str]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """All rows, and what the device gives."""
+def run_device_check(
+    names: list[str], folders: list[str]
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Run the check; return all rows, and the device's measured rates."""
     from jaxinfer.tools.device_check import plan, table
     from jaxinfer.tools.job_process import JobProcess
 
@@ -88,7 +94,7 @@ def run(names: list[str], folders: list[str]) -> tuple[list[dict[str, Any]], dic
         reserved = min(reserved, budget.left() / 2)
     with JobProcess(command, settings) as child:
         job = {"kind": "ceilings", "rehearse": rehearse}
-        ceilings = budget.ask(child, job, plan.CEILING_SECONDS)
+        ceilings = budget.run(child, job, plan.CEILING_SECONDS)
         kernels = plan.kernel_rows(cases, "gpu")
         if ceilings["status"] == "measured":
             plan.check_kernels(child, budget, kernels, rehearse, reserved)
@@ -119,7 +125,7 @@ def main(argv: list[str]) -> None:
             names = choose("operators", OPERATORS.value, kernel_cases.operators())
         except ValueError as error:
             raise app.UsageError(str(error)) from error
-        rows, ceilings = run(names, folders)
+        rows, ceilings = run_device_check(names, folders)
         seconds = time.perf_counter() - started
         passed = table.has_passed(rows)
         if JSON.value:
@@ -127,7 +133,7 @@ def main(argv: list[str]) -> None:
             found["rehearsal"] = REHEARSE.value
             Path(JSON.value).write_text(json.dumps(found, indent=2) + "\n", "utf-8")
         what = "a rehearsal: sizes and times mean nothing" if REHEARSE.value else "all of it"
-        print(table.text(rows, {} if REHEARSE.value else ceilings))
+        print(table.render(rows, {} if REHEARSE.value else ceilings))
         print(f"\n{len(rows)} rows in {seconds:.0f} s, {what}")
     if not passed:
         sys.exit(1)

@@ -12,9 +12,10 @@ from jaxinfer.tools.kernel_cases import Case
 
 
 def reference_of(case: Case, arguments: Any, arrays: Any) -> tuple[Any, str]:
-    """The true answer, in float32 without shortened products, and the name of what gave it.
+    """Compute the reference result in float32 with full-precision products; also return the name of
+    the backend that computed it.
 
-    The reference, or plain JAX where the device has no memory for it: it is slow and obvious.
+    The backend is the reference, or plain JAX where the reference exceeds the device's memory.
     """
     reasons = []
     for backend in ("reference", "xla"):
@@ -30,8 +31,8 @@ def reference_of(case: Case, arguments: Any, arrays: Any) -> tuple[Any, str]:
 def relative_error(out: Any, ref: Any, arguments: Any) -> float:
     """The largest of ||out - ref|| / ||ref|| over the results, infinite where one is not finite.
 
-    Of a result that is an argument brought up to date, the change is what counts, not the much
-    larger rest: the norm of ref - argument takes ||ref||'s place where that is smaller.
+    Where a result is an argument updated in place, its change counts, not the much larger rest: the
+    norm of ref - argument replaces ||ref|| where it is smaller.
     """
     errors = [0.0]
     given = jax.tree.leaves(arguments)
@@ -54,7 +55,8 @@ def _norm(x: jax.Array) -> jax.Array:
 
 @jax.jit
 def _distance(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Cells that are NaN or the same infinity in both are equal: memory that nobody owns."""
+    """The norm of x - y. Elements that are NaN or the same infinity in both count as equal: they
+    are memory of no request."""
     x, y = x.astype(jnp.float32).reshape(-1), y.astype(jnp.float32).reshape(-1)
     is_same = (x == y) | (jnp.isnan(x) & jnp.isnan(y))
     return jnp.linalg.norm(jnp.where(is_same, 0, x - y))

@@ -1,8 +1,8 @@
-"""The engine end to end on the device, with random weights: decode speed, time to the first token.
+"""Run the engine on the device with random weights: decode speed, time to the first token.
 
-The floors are what the device measured in this run allows: a decode step reads the weights (of an
-untied embedding its rows alone) and the cached tokens of every row once, at the copy bandwidth; a
-prompt takes 2 FLOP a weight and token and the products of the attention, at the bfloat16 rate.
+The floors follow from the rates that the device reached in this run: a decode step reads the
+weights (an untied embedding only by its rows) and the cached tokens of every row once, at the copy
+bandwidth; a prompt takes 2 FLOP a weight and token, and those of attention, at the bfloat16 rate.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ TINY = {
     "max_position_embeddings": 256,
 }
 PAGE_SIZE = 64
-CHUNK = 2048  # tokens of a prefill step
+CHUNK = 2048  # tokens in a prefill step
 CHUNK_TINY = 32
 WARM_STEPS, STEPS = 4, 40
 BARE_STEPS = 20  # XLA lets a GPU lag 32 programs behind before a call waits
-STARVED = 0.9  # of the time spent in calls: then they are what takes it
+STARVED = 0.9  # share of the time spent in calls, from which on the host is the limit
 
 
 @dataclasses.dataclass(frozen=True)
 class EngineBench:
-    """A model with its weights, and the sizes of what is run."""
+    """A model with its weights, and the sizes of the runs."""
 
     model: FunctionalModel
     weights: Weights
@@ -77,7 +77,7 @@ def bench_for(job: dict[str, Any]) -> EngineBench:
 
 
 def random_weights(model: FunctionalModel) -> Weights:
-    """Made on the device, at the size that keeps activations near 1."""
+    """Draw weights on the device, scaled so that activations stay near 1."""
     draw = jax.jit(_draw, static_argnames=("shape", "dtype"))
     keys = jax.random.split(jax.random.key(0), len(model.parameters))
     return tuple(
@@ -93,8 +93,8 @@ def _draw(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 def engine_for(bench: EngineBench, rows: int, num_tokens: int) -> Engine:
-    """An engine of `rows` rows of `num_tokens` each, warmed up; it has two steps: one token a row,
-    and a chunk of prompts."""
+    """A warmed-up engine for `rows` rows of `num_tokens` each, with two step sizes: one token a
+    row, and a chunk of prompts."""
     chunk = bench.chunk
     dtype: Any = bench.model.numerics.dtype.name
     config = EngineConfig(
@@ -115,18 +115,18 @@ def engine_for(bench: EngineBench, rows: int, num_tokens: int) -> Engine:
 
 
 class Decoded(NamedTuple):
-    """An engine that has decoded for a while, and what that took."""
+    """An engine after a run of decode steps, and their times."""
 
     engine: Engine
-    plan: Any  # of the last step
+    plan: Any  # the last step's
     total: list[float]  # seconds a step
-    host: list[float]  # of it, those in which the host did not wait
-    num_read: float  # cached tokens that a step in the middle read
+    host: list[float]  # seconds a step in which the host did not wait
+    num_read: float  # cached tokens that a step reads, on average
 
 
 def _decoded(bench: EngineBench, rows: int, prompt_len: int) -> Decoded:
-    """After `WARM_STEPS` and `STEPS` of one token for each of `rows` rows."""
-    # Those whose prompt is done decode on while the others' are computed.
+    """Run `WARM_STEPS` and `STEPS` decode steps of `rows` rows."""
+    # Rows whose prompt is complete decode while the other prompts are computed.
     prefill_steps = -(-rows * prompt_len // (bench.chunk - rows)) + 2
     num_tokens = prompt_len + prefill_steps + WARM_STEPS + STEPS + 4
     engine = engine_for(bench, rows, num_tokens)
@@ -150,11 +150,10 @@ def _decoded(bench: EngineBench, rows: int, prompt_len: int) -> Decoded:
 
 
 def decode(bench: EngineBench, rows: int, prompt_len: int) -> dict[str, Any]:
-    """Seconds of a step that decodes one token for each of `rows` rows, with all that the host does
-    and of the device alone; the floor's bytes.
+    """Time a decode step of `rows` rows, with the host's work and on the device alone.
 
-    Host-bound: the host takes longer for a step than the device, or the device alone could not be
-    kept busy; the gap between the two says nothing then.
+    A step is host-bound where the host takes longer than the device, or where the device alone
+    could not be kept busy; the gap between the two times then means nothing.
     """
     done = _decoded(bench, rows, prompt_len)
     alone, is_starved = _device_step(done)
@@ -173,8 +172,8 @@ def decode(bench: EngineBench, rows: int, prompt_len: int) -> dict[str, Any]:
 
 
 def with_and_without_options(bench: EngineBench, rows: int, prompt_len: int) -> dict[str, Any]:
-    """Seconds of a decode step of the device alone, compiled with the options that the engine gives
-    XLA (`compiling.COMPILER_OPTIONS`) and without them."""
+    """Time a decode step on the device alone, compiled with the options that the engine gives XLA
+    (`compiling.COMPILER_OPTIONS`) and without them."""
     done = _decoded(bench, rows, prompt_len)
     options = compiling.compiler_options()
     with_s, _ = _device_step(done)
@@ -183,10 +182,10 @@ def with_and_without_options(bench: EngineBench, rows: int, prompt_len: int) -> 
 
 
 def _device_step(done: Decoded, *, is_plain: bool = False) -> tuple[float, bool]:
-    """Seconds of the device alone, and whether it waited for the host even so: the compiled step on
-    inputs that are there, again and again, nothing read between.
+    """Time the compiled step on the device alone: repeated on the same inputs, without reading
+    results in between. Also returns whether the device still waited for the host.
 
-    `is_plain`: compiled without the engine's options.
+    `is_plain` compiles the step without the engine's options.
     """
     runner = done.engine.runner
     shape = runner.shape_for(done.plan.num_tokens)
@@ -194,7 +193,7 @@ def _device_step(done: Decoded, *, is_plain: bool = False) -> tuple[float, bool]
     program = runner._programs[f"step[{shape.num_tokens}]"]
     if is_plain:
         program = runner._lower_step(runner.state, shape).compile()
-    for _ in range(2):  # a first call sets up what later ones find
+    for _ in range(2):  # the first call includes one-time set-up
         runner.state, output = program(runner.weights, runner.state, packed)
         np.asarray(output.sampled.tokens)
     started = time.perf_counter()
@@ -207,7 +206,7 @@ def _device_step(done: Decoded, *, is_plain: bool = False) -> tuple[float, bool]
 
 
 def first_token(bench: EngineBench, prompt_len: int) -> dict[str, Any]:
-    """Seconds from adding a prompt to an idle engine to its first token; the floor's FLOPs."""
+    """Time from adding a prompt to an idle engine to its first token, with the floor's FLOPs."""
     engine = engine_for(bench, 1, prompt_len + 8)
     taken = []
     for _ in range(3):
@@ -236,7 +235,8 @@ def _prompts(bench: EngineBench, count: int, length: int) -> list[list[int]]:
 
 
 def _num_matrix_weights(bench: EngineBench) -> int:
-    """Of the layers and the head: an embedding is looked up, unless it is the head too."""
+    """The number of weights of the layers and the head. An embedding that is not the head is only
+    looked up, and does not count."""
     embedding = 0 if bench.config.is_tied else bench.config.vocab_size * bench.config.model_dim
     return sum(math.prod(p.shape) for p in bench.model.parameters) - embedding
 
@@ -247,12 +247,12 @@ def _read_once(bench: EngineBench) -> int:
 
 def _token_bytes(bench: EngineBench) -> int:
     dtype = bench.model.numerics.dtype
-    of_page = kv_cache.page_bytes(bench.config.cache, page_size=PAGE_SIZE, dtype=dtype)
-    return of_page // PAGE_SIZE
+    page_bytes = kv_cache.page_bytes(bench.config.cache, page_size=PAGE_SIZE, dtype=dtype)
+    return page_bytes // PAGE_SIZE
 
 
-def run(bench: EngineBench, job: dict[str, Any]) -> dict[str, Any]:
-    """A job of the device check: `decode` of `rows`, `options` at such a step, or `first_token`."""
+def run_engine_job(bench: EngineBench, job: dict[str, Any]) -> dict[str, Any]:
+    """Run a job of the device check: `decode`, `options` or `first_token`."""
     prompt_len = job["prompt"]
     if job["kind"] == "decode":
         found = decode(bench, job["rows"], prompt_len)
@@ -260,5 +260,5 @@ def run(bench: EngineBench, job: dict[str, Any]) -> dict[str, Any]:
         found = with_and_without_options(bench, job["rows"], prompt_len)
     else:
         found = first_token(bench, prompt_len)
-    gc.collect()  # the engine's pages, before the next one's
+    gc.collect()  # free the engine's pages before the next engine allocates its own
     return found

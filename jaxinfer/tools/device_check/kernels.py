@@ -1,4 +1,7 @@
-"""A kernel's case on the device: its agreement with the reference, its time, and PyTorch's."""
+"""Run a kernel's case on the device: its agreement with the reference, its time, PyTorch's time.
+
+`check`, `measure`, `peer`, `device` and `ceilings` are the kinds of jobs that the worker runs.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from jaxinfer.tools.kernel_calls import backend_with, call_of, split_options
 from jaxinfer.tools.kernel_cases import Case
 
 Job = dict[str, Any]
-NOMINAL_BANDWIDTH, NOMINAL_RATE = 3e12, 5e14  # for the number of calls in a program alone
+NOMINAL_BANDWIDTH, NOMINAL_RATE = 3e12, 5e14  # only to choose the number of calls in a program
 
 
 def case_of(job: Job) -> Case:
@@ -30,25 +33,26 @@ def case_of(job: Job) -> Case:
 
 
 def keywords(job: Job) -> dict[str, Any]:
-    """What the backend gets beside the case: in a rehearsal Triton's interpreter."""
+    """More keywords for the backend: in a rehearsal, Triton's interpreter."""
     is_interpreted = job["rehearse"] and job["backend"] == "gpu"
     return {"launch": interpret} if is_interpreted else {}
 
 
 def real_arguments(case: Case) -> tuple[Any, dict[str, Any]]:
-    """The case's arguments on the device, and its options that are arrays."""
+    """Put the case's arguments, and its options that are arrays, on the device."""
     arguments, options = case.make(np.random.default_rng(0))
     return jax.device_put((arguments, split_options(options)[0]))
 
 
 @functools.lru_cache(maxsize=1)
 def _arguments_of(operator: str, name: str, rehearse: bool) -> tuple[Any, dict[str, Any]]:
-    """A case is checked, then timed: its arguments, gigabytes of them, are made once."""
+    """A case's arguments, made once for its check and its timing because they take gigabytes."""
     return real_arguments(kernel_cases.load(operator, tiny=rehearse)[name])
 
 
 def check(job: Job) -> dict[str, Any]:
-    """Error of a backend against the reference; raises `NotImplementedError` if it declines."""
+    """Compare a backend with the reference. Raises `NotImplementedError` if the backend
+    declines."""
     case = case_of(job)
     arguments, arrays = _arguments_of(job["operator"], job["case"], job["rehearse"])
     with backend_with(case, job["backend"], **keywords(job)):
@@ -59,7 +63,7 @@ def check(job: Job) -> dict[str, Any]:
 
 
 def measure(job: Job) -> dict[str, Any]:
-    """Seconds of a backend's call; a rehearsal runs each program once, and they say nothing."""
+    """Time a backend's call. A rehearsal runs each program once, and its seconds mean nothing."""
     case = case_of(job)
     arguments, arrays = _arguments_of(job["operator"], job["case"], job["rehearse"])
     floor = case.bytes_moved / NOMINAL_BANDWIDTH + case.flops / NOMINAL_RATE
@@ -74,9 +78,9 @@ def measure(job: Job) -> dict[str, Any]:
 
 
 def peer(job: Job) -> dict[str, Any]:
-    """Seconds of PyTorch's call, by CUDA events; of a CUDA graph where it can be captured.
+    """Time PyTorch's call by CUDA events, as a CUDA graph where it can be captured.
 
-    Raises `NotImplementedError` where there is no PyTorch, or no peer.
+    Raises `NotImplementedError` where PyTorch is missing or the case has no peer.
     """
     try:
         torch: Any = importlib.import_module("torch")
@@ -135,8 +139,10 @@ def _event_seconds(torch: Any, run: Callable[[], Any], count: int) -> float:
 
 
 def device(job: Job) -> dict[str, Any]:
-    """The device at hand; raises `NotImplementedError` where there is only a CPU. A rehearsal's CPU
-    passes for a GPU."""
+    """Describe this machine's device; a rehearsal treats the CPU as a GPU.
+
+    Raises `NotImplementedError` where there is only a CPU.
+    """
     found = jax.devices()[0]
     if found.platform == "cpu" and not job["rehearse"]:
         raise NotImplementedError("this machine has no GPU or TPU that JAX can use")
@@ -144,9 +150,10 @@ def device(job: Job) -> dict[str, Any]:
 
 
 def ceilings(job: Job) -> dict[str, Any]:
-    """What the device gives: bytes/s of a copy, read and written, and FLOP/s of bfloat16 products.
+    """Measure the device's rates: bytes/s of a copy, read and written, and FLOP/s of bfloat16
+    products.
 
-    On random numbers, since products of zeros run faster than real ones. Declines on a CPU.
+    The numbers are random, since products of zeros run faster. Declines on a CPU.
     """
     name = device(job)["device"]
     size = 2**16 if job["rehearse"] else 2**30  # numbers: 4 GiB, far beyond any L2

@@ -1,4 +1,4 @@
-"""What the device check does, in which order, and how long each part may take."""
+"""The steps of the device check, their order, and their time limits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Row = dict[str, Any]
 CHECK_SECONDS, TIME_SECONDS, PEER_SECONDS = 60, 40, 30
 CEILING_SECONDS = 60
 ENGINE_SECONDS = 120
-# Kept from the kernels, that what comes after them has its time: of eight minutes.
+# Seconds of the run (eight minutes) that are reserved for the parts after the kernels.
 ENGINE_RESERVE, PEER_RESERVE = 150.0, 45.0
 ENGINE_JOBS = (
     ("decode", 1, 512),
@@ -33,7 +33,7 @@ ENGINE_NAMES = {
 
 
 class TimeBudget:
-    """How much of the run's time is left; jobs past it are not begun."""
+    """The time that is left of the run; no job begins after it."""
 
     def __init__(self, seconds: float, now: Callable[[], float] = time.monotonic):
         self._now = now
@@ -42,7 +42,7 @@ class TimeBudget:
     def left(self, reserved: float = 0.0) -> float:
         return self._end - reserved - self._now()
 
-    def ask(
+    def run(
         self,
         child: JobProcess,
         job: Row,
@@ -50,18 +50,20 @@ class TimeBudget:
         reserved: float = 0.0,
         needed: float = 1.0,
     ) -> Row:
-        """The child's answer, within `seconds` and what is left beside `reserved`; where the child
-        has to be started, that is within what is left too. Not run with less than `needed`."""
+        """Run a job in the child within `seconds` and the time left, less `reserved`; starting the
+        child counts too. The job is not run with less than `needed` seconds left."""
         left = self.left(reserved)
         if left < max(1.0, needed):
-            return {"status": "not run", "reason": "the run's time was up"}
-        return child.ask(job, min(seconds, left), within=left)
+            return {"status": "not run", "reason": "the run's time was over"}
+        return child.run(job, min(seconds, left), within=left)
 
 
 def kernel_rows(cases: Mapping[str, Mapping[str, Case]], platform: str) -> list[Row]:
-    """A row for every case and backend of the platform, empty yet. Headlines go before the rest;
-    among each a first case of every operator goes before any second: if time runs out, each has
-    been looked at."""
+    """An empty row for every case and backend of the platform.
+
+    Headlines come first; within each group the first case of every operator comes before any second
+    one, so that every operator is covered if the time runs out.
+    """
     ordered = [
         (not case.is_headline, depth, operator, name)
         for operator, its_cases in cases.items()
@@ -91,6 +93,7 @@ def _kernel_row(operator: str, name: str, case: Case, backend: str) -> Row:
 
 
 def kernel_job(row: Row, kind: str, rehearse: bool) -> Row:
+    """The job of a kind for a kernel's row."""
     names = ("operator", "case", "backend")
     return {"kind": kind, "rehearse": rehearse, **{name: row[name] for name in names}}
 
@@ -98,12 +101,12 @@ def kernel_job(row: Row, kind: str, rehearse: bool) -> Row:
 def check_kernels(
     child: JobProcess, budget: TimeBudget, rows: Sequence[Row], rehearse: bool, reserved: float
 ) -> None:
-    """Agreement first, then time, for every row; only what agrees is timed."""
+    """Check each row's agreement with the reference, then time the rows that agree."""
     for row in rows:
-        row |= budget.ask(child, kernel_job(row, "check", rehearse), CHECK_SECONDS, reserved)
+        row |= budget.run(child, kernel_job(row, "check", rehearse), CHECK_SECONDS, reserved)
         if row["status"] != "measured" or not row["agrees"]:
             continue
-        timed = budget.ask(child, kernel_job(row, "measure", rehearse), TIME_SECONDS, reserved)
+        timed = budget.run(child, kernel_job(row, "measure", rehearse), TIME_SECONDS, reserved)
         if timed.pop("status") == "measured":
             row |= timed
             if not rehearse and timed["seconds"] <= 0:
@@ -113,14 +116,14 @@ def check_kernels(
 
 
 def check_peers(child: JobProcess, budget: TimeBudget, rows: Sequence[Row], rehearse: bool) -> None:
-    """PyTorch's time for every case that was timed and has a peer; once a case."""
+    """Time PyTorch once for every case that was timed and has a peer."""
     known: dict[tuple[str, str], Row] = {}
     for row in rows:
         if not row["has_peer"] or "seconds" not in row:
             continue
         key = row["operator"], row["case"]
         if key not in known:
-            known[key] = budget.ask(child, kernel_job(row, "peer", rehearse), PEER_SECONDS)
+            known[key] = budget.run(child, kernel_job(row, "peer", rehearse), PEER_SECONDS)
         if known[key]["status"] == "measured":
             row["peer_seconds"], row["peer_how"] = known[key]["seconds"], known[key]["how"]
         else:
@@ -130,21 +133,21 @@ def check_peers(child: JobProcess, budget: TimeBudget, rows: Sequence[Row], rehe
 def check_engine(
     child: JobProcess, budget: TimeBudget, rehearse: bool, reserved: float
 ) -> list[Row]:
-    """Decode at several numbers of rows, and the time to the first token; XLA's options where there
-    is all the time that they may take."""
+    """Measure decoding with several numbers of rows, the time to the first token, and, where enough
+    time is left, XLA's options."""
     rows = []
     for kind, num_rows, prompt in TINY_ENGINE_JOBS if rehearse else ENGINE_JOBS:
         job = {"kind": kind, "rows": num_rows, "prompt": prompt, "rehearse": rehearse}
         row = {"name": ENGINE_NAMES[kind].format(**job), "is_headline": kind != "options", **job}
         needed = 0.0 if row["is_headline"] else ENGINE_SECONDS
-        rows.append(row | budget.ask(child, job, ENGINE_SECONDS, reserved, needed))
+        rows.append(row | budget.run(child, job, ENGINE_SECONDS, reserved, needed))
     return rows
 
 
 def headlines_first(
     cases: Mapping[str, Case], platform: str, limit: int | None = None
 ) -> dict[str, Case]:
-    """Those for the platform, headlines first, `limit` at most."""
+    """The cases for the platform, headlines first, at most `limit`."""
     fitting = [name for name, case in cases.items() if backend_names(case, platform)]
     fitting.sort(key=lambda name: not cases[name].is_headline)
     return {name: cases[name] for name in fitting[:limit]}

@@ -1,4 +1,4 @@
-"""Where the children of the device check and of the tuner find their modules and their device."""
+"""The module search path and the environment of the device check's and the tuner's children."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ ROOT = Path(__file__).parent.parent.parent.parent
 
 
 def source_links(folder: Path) -> Path:
-    """A folder that holds `jaxinfer` as a wheel does, by links, for where it is not installed."""
+    """Make a folder that holds `jaxinfer` as a wheel does, by links, for use without
+    installation."""
     package = folder / "jaxinfer"
     package.mkdir()
     for path in (ROOT / "jaxinfer").iterdir():
@@ -26,9 +27,9 @@ def source_links(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def search_path(packages: str | None) -> Iterator[list[str]]:
-    """Folders that this process and its children look for modules in, beside the usual ones.
+    """Folders that this process and its children search for modules besides the usual ones.
 
-    This process only plans: JAX in it is told to leave the device and its memory to the children.
+    This process only plans, so its JAX leaves the device and its memory to the children.
     """
     with tempfile.TemporaryDirectory() as name:
         folders: list[str] = []
@@ -44,9 +45,9 @@ def search_path(packages: str | None) -> Iterator[list[str]]:
 
 
 def environment(folders: list[str], *, rehearse: bool) -> dict[str, str | None]:
-    """Of the children: one process does not take all of the memory from the next."""
+    """The environment of the children; no process preallocates the device's memory."""
     path = os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")]).strip(os.pathsep)
-    # A rehearsal runs each program a few times: compiled in haste it is sooner done.
+    # A rehearsal runs each program a few times only, so a quick compile is faster overall.
     hasty = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
     return {
         "XLA_FLAGS": hasty.strip() if rehearse else os.environ.get("XLA_FLAGS"),

@@ -1,4 +1,4 @@
-"""The device check's table: what was found, against what the device gave in the same run."""
+"""The device check's table: measurements relative to the device's rates in the same run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def percent(share: float | None) -> str:
 
 
 def judge(row: Row, ceilings: Mapping[str, Any]) -> None:
-    """Add to a kernel's or an engine's row its shares of what the device gives."""
+    """Add to a row its shares of the device's rates."""
     bandwidth, rate = ceilings.get("bandwidth"), ceilings.get("matrix_rate")
     seconds = row.get("seconds")
     if row["kind"] == "kernel" and seconds and bandwidth and rate:
@@ -71,7 +71,7 @@ def _engine_line(row: Row) -> list[str]:
 
 
 def problems(rows: Sequence[Row]) -> list[list[str]]:
-    """What did not come out, and why."""
+    """What failed, and why."""
     found = []
     for row in rows:
         name = row["name"]
@@ -87,8 +87,8 @@ def problems(rows: Sequence[Row]) -> list[list[str]]:
 
 
 def has_passed(rows: Sequence[Row]) -> bool:
-    """Whether everything was measured and agrees. A peer that is missing is no failure, nor a case
-    that the time was too short for, unless it is a headline."""
+    """Whether everything was measured and agrees. A missing peer is no failure, nor is a case that
+    was left out for lack of time, unless it is a headline."""
     begun = [row for row in rows if row["status"] != "not run" or row.get("is_headline", True)]
     return bool(begun) and all(
         row["status"] == "measured" and row.get("agrees") is not False
@@ -96,8 +96,8 @@ def has_passed(rows: Sequence[Row]) -> bool:
     )  # fmt: skip
 
 
-def text(rows: Sequence[Row], ceilings: Mapping[str, Any]) -> str:
-    """All of it, to print."""
+def render(rows: Sequence[Row], ceilings: Mapping[str, Any]) -> str:
+    """The whole report as text."""
     parts = []
     kernels = [_kernel_line(row) for row in rows if row["kind"] == "kernel"]
     if kernels:
@@ -106,7 +106,7 @@ def text(rows: Sequence[Row], ceilings: Mapping[str, Any]) -> str:
     if engine:
         parts.append(table(ENGINE_HEAD, engine))
     if wrong := problems(rows):
-        parts.append("NOT AS IT SHOULD BE\n" + table(["what", "why"], wrong))
+        parts.append("FAILED\n" + table(["what", "why"], wrong))
     if "bandwidth" in ceilings:
         parts.append(
             f"{ceilings['device']}: copy {ceilings['bandwidth'] / 1e12:.2f} TB/s (read and "

@@ -1,15 +1,15 @@
-"""Device time of a call, from JAX, which has no device events.
+"""Measure the device time of a call in JAX, which has no device events.
 
-N calls run one behind another in one program (`lax.fori_loop`), so that no launch from the host
-lies between them, and each depends on the one before, so that none is left out: outputs with an
-argument's shape and type take its place (queries become the attention's result, pages are updated
-in place); where there is none, the first number of the output is written over the first number of
-the smallest floating-point argument. The time of the same program with two calls is subtracted (it
-holds the launch, the copies into the loop's memory and the read-back), and the rest divided by the
-calls that it lacks.
+N calls run in sequence in one program (`lax.fori_loop`), without launches from the host between
+them. Each depends on the previous one, so that none is optimized away: outputs with an argument's
+shape and type replace it (queries become the attention's result, pages are updated in place); where
+no output matches, the first number of the output replaces the first number of the smallest
+floating-point argument. The time of the same program with two calls, which includes the launch, the
+copies into the loop's memory and the read-back, is subtracted, and the difference is divided by the
+difference in calls.
 
-What fits a GPU's L2 is read from it by all calls but the first, as an operator's inputs are in a
-model whose last operator has just written them. Weights and caches of a model do not fit.
+Inputs that fit a GPU's L2 cache are read from it by all calls but the first, like the inputs of an
+operator in a model that the previous operator has just written. Weights and caches do not fit.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-Call = Callable[[Any, Any], Any]  # of arguments and of options that are arrays
-TARGET_SECONDS = 0.03  # of a program of N calls: 300 times a launch from the host
+Call = Callable[[Any, Any], Any]  # takes arguments, and options that are arrays
+TARGET_SECONDS = 0.03  # for a program of N calls: 300 times a launch from the host
 MAX_CALLS = 2000
 REPEATS = 5
-FEWEST = 2  # calls that still make a loop
+FEWEST = 2  # the smallest number of calls that is still a loop
 
 
 def pairs(arguments: Any, outputs: Any) -> list[tuple[int, int]]:
-    """Leaves of `arguments` and the leaves of `outputs` that can take their places: activations and
-    pages, not whole numbers such as lengths and tables."""
+    """Pair leaves of `arguments` with leaves of `outputs` that can replace them: activations and
+    pages, but no integers such as lengths and tables."""
     found, taken = [], set()
     given = jax.tree.leaves(arguments)
     for j, out in enumerate(jax.tree.leaves(outputs)):
@@ -47,7 +47,7 @@ def pairs(arguments: Any, outputs: Any) -> list[tuple[int, int]]:
 
 
 def count_for(floor_seconds: float) -> int:
-    """Calls in a program, from the least time that one can take."""
+    """The number of calls in a program, from a lower bound on the time of one."""
     return max(3, min(MAX_CALLS, math.ceil(TARGET_SECONDS / max(floor_seconds, 1e-5))))
 
 
@@ -60,7 +60,8 @@ def device_seconds(
     repeats: int = REPEATS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Median seconds of one call; see the module's text. With `repeats` 0 the first run counts.
+    """The median seconds of one call; the module's docstring describes the method. With `repeats` 0
+    the first run counts.
 
     Compiles two programs. Raises what the call raises.
     """
@@ -79,7 +80,7 @@ def device_seconds(
 
 
 def _program(call: Call, arguments: Any, arrays: Any, count: int) -> Call:
-    """`count` calls in a row."""
+    """A program of `count` calls in sequence."""
     outputs = jax.eval_shape(call, arguments, arrays)
     fed = pairs(arguments, outputs)
     changed = [i for i, _ in fed] or [_smallest(jax.tree.leaves(arguments))]
@@ -88,7 +89,7 @@ def _program(call: Call, arguments: Any, arrays: Any, count: int) -> Call:
     def run(arguments, arrays):
         leaves = jax.tree.leaves(arguments)
 
-        def turn(_, changing: Sequence[jax.Array]):
+        def one_call(_, changing: Sequence[jax.Array]):
             mixed = list(leaves)
             for i, x in zip(changed, changing, strict=True):
                 mixed[i] = x
@@ -98,7 +99,7 @@ def _program(call: Call, arguments: Any, arrays: Any, count: int) -> Call:
             return (_with_first(changing[0], _first(out[0])),)
 
         start = tuple(leaves[i] for i in changed)
-        return [_first(x) for x in lax.fori_loop(0, count, turn, start)]
+        return [_first(x) for x in lax.fori_loop(0, count, one_call, start)]
 
     return run
 

@@ -1,10 +1,10 @@
-"""The child process of the device check and of the tuner: does the jobs that it is fed.
+"""The child process of the device check and of the tuner, which runs their jobs.
 
     python -m jaxinfer.tools.device_check.worker
 
-A result's status: `measured` with what was found, `declined` (a backend does not take the case, or
-there is nothing to compare with) or `failed`, with the reason; and of the parent: crashed, timed
-out, not run.
+The status of a result is `measured`, with the figures; `declined` (a backend does not support the
+case, or there is nothing to compare with); or `failed`, with the reason. The parent adds "crashed",
+"timed out" and "not run".
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def _bench(rehearse: bool) -> Any:
 
 
 def run_job(job: Job) -> dict[str, Any]:
-    """What a job found; its `kind` says what it is."""
+    """Run a job of the kind that it names and return its figures."""
     if job["kind"] in ("decode", "first_token", "options"):
         from jaxinfer.tools.device_check import engine
 
-        return engine.run(_bench(job["rehearse"]), job)
+        return engine.run_engine_job(_bench(job["rehearse"]), job)
     if job["kind"] == "tune":
         from jaxinfer.tools.tuner import search
 
@@ -42,8 +42,8 @@ def run_job(job: Job) -> dict[str, Any]:
     return getattr(kernels, job["kind"])(job)
 
 
-def handle(job: Job, tell: Callable[[Job], None]) -> Job:
-    """The result of a job, whatever became of it."""
+def handle(job: Job, send_event: Callable[[Job], None]) -> Job:
+    """Run a job and return its result; an error becomes a status."""
     try:
         return {"status": "measured", **run_job(job)}
     except NotImplementedError as why:
@@ -54,13 +54,14 @@ def handle(job: Job, tell: Callable[[Job], None]) -> Job:
 
 
 def reason_of(error: Exception) -> str:
-    """Its first line; of one that holds a traceback, as a callback's does, what that ends with."""
+    """The first line of an error, or the last line of the traceback that it contains, as a
+    callback's does."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    telling = lines[0] if lines else ""
-    if "Traceback" in telling:
+    reason = lines[0] if lines else ""
+    if "Traceback" in reason:
         named = [line for line in lines[1:] if re.match(r"[\w.]*(Error|Exception)\b", line)]
-        telling = named[-1] if named else telling
-    return f"{type(error).__name__}: {telling}"[:300]
+        reason = named[-1] if named else reason
+    return f"{type(error).__name__}: {reason}"[:300]
 
 
 if __name__ == "__main__":

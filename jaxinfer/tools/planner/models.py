@@ -1,4 +1,4 @@
-"""Models by name: those of the compile gate's matrix, directories, config.json files, hub ids."""
+"""Find models by name: the compile gate's matrix, directories, config.json files, hub ids."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from jaxinfer.models.functional import FunctionalModel
 from jaxinfer.nn.layers import Numerics
 from jaxinfer.nn.quantized import Quantized, QuantPair, QuantWeight
 
-# Of GGUF files: up to so many bytes a weight are nearer to int4's 0.53 than to int8's 1.0.
-MOST_INT4_BYTES = 0.8
+# A GGUF file with at most so many bytes a weight is nearer to int4's 0.53 than to int8's 1.0.
+MAX_INT4_BYTES = 0.8
 
 
 class StoredForm(NamedTuple):
-    """How a checkpoint's products are quantized: its own word, and the engine's recipe that takes
-    about as many bytes; or why the engine does not read such weights, and what to do."""
+    """How a checkpoint's matrices are quantized: the name of its method, and the engine's recipe of
+    about the same size; or `refusal`, why the engine does not read them and what to do."""
 
     method: str
     recipe: str | None
@@ -34,8 +34,8 @@ class StoredForm(NamedTuple):
 
 
 class NamedModel(NamedTuple):
-    """A model's family and its configuration, which is all that a plan needs; `stored` where its
-    checkpoint is quantized."""
+    """A model's name, family and configuration, which is all that a plan needs; `stored` is set for
+    a quantized checkpoint."""
 
     name: str
     family: Family
@@ -43,8 +43,8 @@ class NamedModel(NamedTuple):
     stored: StoredForm | None = None
 
     def with_layers(self, per_stage: int, num_stages: int = 1) -> NamedModel:
-        """The same model, of each stage's last so many layers: where layers differ they do at the
-        start, as DeepSeek-V3's first three, which have no experts."""
+        """The same model cut to the last `per_stage` layers of each stage. Layers that differ are
+        the first ones: DeepSeek-V3's first three have no experts."""
         whole = self.config.num_layers // num_stages
         kept_of_each = range(whole - min(per_stage, whole), whole)
         kept = [stage * whole + i for stage in range(num_stages) for i in kept_of_each]
@@ -55,20 +55,24 @@ class NamedModel(NamedTuple):
 
 
 def model_from_table(name: str, table: Mapping[str, Any]) -> NamedModel:
-    """A model of the matrix: the keys of its config.json that change shapes or arithmetic."""
+    """Build a model of the matrix from the keys of its config.json that change shapes or
+    arithmetic."""
     keys = {key: value for key, value in table.items() if key != "like"}
     family = HF_FAMILIES[keys["model_type"]]
     return NamedModel(name, family, family.config_from_hf(keys, {}))
 
 
 def find_model(name: str, tables: Mapping[str, Mapping[str, Any]]) -> NamedModel:
-    """The model of that name among `tables`, or of a checkpoint: a directory (a config.json will
-    do), a config.json, a .gguf file, a hub id, "demo". `ValueError` says what there is."""
+    """Find a model among `tables`, or read a checkpoint's configuration: a directory (config.json
+    suffices), a config.json, a .gguf file, a hub id, or "demo".
+
+    Raises `ValueError`, which lists the known names.
+    """
     if name in tables:
         return model_from_table(name, tables[name])
     if name != DEMO and not Path(name).exists() and "/" not in name:
         raise ValueError(
-            f"no model {name!r}; there are {', '.join(tables)}, {DEMO}, or give a Hugging Face "
+            f"no model {name!r}; there are {', '.join(tables)}, {DEMO}; or give a Hugging Face "
             "directory, a config.json, a .gguf file or a hub id (organisation/name)"
         )
     try:
@@ -85,8 +89,9 @@ def find_model(name: str, tables: Mapping[str, Mapping[str, Any]]) -> NamedModel
 
 
 def stored_form(checkpoint: Checkpoint, model: FunctionalModel) -> StoredForm | None:
-    """By the parameters of a converted checkpoint, the tensors of a .gguf file, else by
-    config.json's `quantization_config`; None where weights are plain numbers."""
+    """Read how a checkpoint is quantized: from the parameters of a converted checkpoint, the
+    tensors of a .gguf file, or config.json's `quantization_config`. None: its weights are plain
+    numbers."""
     if checkpoint.restore is not None:
         return _converted(checkpoint, model)
     if checkpoint.format == "gguf":
@@ -94,10 +99,10 @@ def stored_form(checkpoint: Checkpoint, model: FunctionalModel) -> StoredForm | 
         if not packed:
             return None
         num_weights = sum(math.prod(tensor.shape) for tensor in packed)
-        is_int4 = sum(tensor.nbytes for tensor in packed) <= MOST_INT4_BYTES * num_weights
+        is_int4 = sum(tensor.nbytes for tensor in packed) <= MAX_INT4_BYTES * num_weights
         return StoredForm("gguf", "int4" if is_int4 else "int8")
     config = checkpoint.metadata.get("quantization_config")
-    if not config:  # as the engine takes it
+    if not config:  # as the engine reads it
         return None
     problems: list[str] = []
     merge_quantized_layers(checkpoint.path, {}, config, problems)
@@ -107,7 +112,7 @@ def stored_form(checkpoint: Checkpoint, model: FunctionalModel) -> StoredForm | 
         case {"quant_method": ("awq" | "gptq") as method}:
             bits = config.get("bits", config.get("w_bit", 4))
             return StoredForm(method, "int4" if bits == 4 else "int8")
-        case {"quant_method": "mxfp4"}:  # its products are of int8
+        case {"quant_method": "mxfp4"}:  # multiplied as int8
             return StoredForm("mxfp4", "int8")
         case {"quant_method": "fp8"}:
             return StoredForm("fp8", "float8")
@@ -118,8 +123,8 @@ def stored_form(checkpoint: Checkpoint, model: FunctionalModel) -> StoredForm | 
 
 
 def _converted(checkpoint: Checkpoint, model: FunctionalModel) -> StoredForm | None:
-    """As its manifest has the parameters: what was converted may have been quantized otherwise.
-    The recipe is that of most weights."""
+    """Read a converted checkpoint's quantization from its manifest; the recipe is that of most
+    weights. The original may have been quantized otherwise."""
     manifest = checkpoint.path / MANIFEST_FILE
     num_weights, quantize_activations = Counter[str](), set[str]()
     for spec, entry in check_parameters(manifest, read_json_object(manifest)["parameters"], model):
@@ -140,7 +145,7 @@ def _converted(checkpoint: Checkpoint, model: FunctionalModel) -> StoredForm | N
 
 
 def _recipe_of(group: Mapping[str, Any]) -> str:
-    """Of the first of compressed-tensors' groups, which is of most layers."""
+    """The recipe of a group of compressed-tensors; the first group covers most layers."""
     weights = group.get("weights") or {}
     if weights.get("num_bits") == 4:
         return "int4"

@@ -1,4 +1,4 @@
-"""What the planner's flags mean; `ValueError` says what there is."""
+"""Parsers of the planner's flags. Each raises `ValueError`, which names the accepted values."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from jaxinfer.sharding.mesh import AXES
 from jaxinfer.tools.compile_gate.matrix import ChipTarget, load_target
 from jaxinfer.tools.planner.models import NamedModel
 
-MOST = 8192  # tokens of context where nothing says
-SEARCHED = (None, "int8", "int4", "float8")  # w8a8 holds what int8 does
+DEFAULT_CONTEXT = 8192  # tokens of context where no option sets it
+SEARCHED = (None, "int8", "int4", "float8")  # w8a8 takes the bytes of int8
 
-# Sizes beyond these are typing errors, of which a compiler would say so after minutes, if ever.
-MOST_TOKENS = 2**20  # of a step
-MOST_ROWS = 2**16
-MOST_CPU_DEVICES = 64
-MOST_DEVICES = 2**14  # the largest slice, of v5p, has 8,960 chips
-MOST_DIGITS = 5  # of an axis
-MOST_CHARACTERS = 40  # of a target, or of a wrong value as it is shown
+# Larger sizes are typing errors, which a compiler would report after minutes, if at all.
+MAX_TOKENS = 2**20  # in a step
+MAX_ROWS = 2**16
+MAX_CPU_DEVICES = 64
+MAX_DEVICES = 2**14  # the largest slice, a v5p's, has 8,960 chips
+MAX_DIGITS = 5  # in the size of an axis
+MAX_CHARACTERS = 40  # in a target, and in a wrong value that an error shows
 
-# Flags of which `--set` has the same by another name.
+# Flags that set an option which `--set` can set too.
 ALSO_SET = {
     "context": "max_model_len",
     "quant": "quantize",
@@ -37,15 +37,15 @@ ALSO_SET = {
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """From `pipe=2,tensor=8`."""
+    """Parse the sizes of axes, such as `pipe=2,tensor=8`."""
     sizes = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         axis, _, size = part.partition("=")
-        is_size = size.isdecimal() and len(size) <= MOST_DIGITS and int(size) >= 1
+        is_size = size.isdecimal() and len(size) <= MAX_DIGITS and int(size) >= 1
         if axis not in AXES or not is_size:
             raise ValueError(
                 f"--mesh has {_short(part)}; it is axis=size, the axes being {', '.join(AXES)}, a "
-                f"size 1 to {10**MOST_DIGITS - 1:,}"
+                f"size 1 to {10**MAX_DIGITS - 1:,}"
             )
         if axis in sizes:
             raise ValueError(
@@ -56,42 +56,42 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def format_mesh(sizes: Mapping[str, int]) -> str:
-    """As `--mesh` takes it."""
+    """Format sizes of axes as `--mesh` takes them."""
     return ",".join(f"{axis}={n}" for axis, n in sizes.items() if n > 1) or "one device"
 
 
 def parse_target(text: str) -> ChipTarget:
-    """A chip and its topology."""
-    if len(text) > MOST_CHARACTERS:
+    """Parse a chip and its topology, such as `v5e:4x4`."""
+    if len(text) > MAX_CHARACTERS:
         raise ValueError(
             f"--target is {_short(text)}, {len(text):,} characters; it is a chip and its topology, "
             "as v5e:4x4"
         )
     target = load_target(text)
-    most = MOST_CPU_DEVICES if target.platform == "cpu" else MOST_DEVICES
-    if target.num_devices > most:
+    limit = MAX_CPU_DEVICES if target.platform == "cpu" else MAX_DEVICES
+    if target.num_devices > limit:
         raise ValueError(
             f"--target={text} has {target.num_devices:,} devices; plans for {target.chip} are of "
-            f"at most {most:,}"
+            f"at most {limit:,}"
         )
     return target
 
 
 def parse_quantization(name: str) -> str | None:
-    """As `EngineConfig.quantize`; "none" is none."""
+    """Parse a value of `EngineConfig.quantize`; "none" becomes None."""
     if name != "none" and name not in RECIPES:
         raise ValueError(f"no quantization {_short(name)}; there are none, {', '.join(RECIPES)}")
     return None if name == "none" else name
 
 
 def _short(text: str) -> str:
-    cut = text if len(text) <= MOST_CHARACTERS else text[:MOST_CHARACTERS] + "..."
+    cut = text if len(text) <= MAX_CHARACTERS else text[:MAX_CHARACTERS] + "..."
     return repr(cut)
 
 
 @dataclasses.dataclass(frozen=True)
 class PlanRequest:
-    """The flags; None: not given."""
+    """The planner's flags; None where a flag was not given."""
 
     preset: str | None = None
     mesh: str = ""
@@ -104,8 +104,11 @@ class PlanRequest:
 
 
 def engine_config(model: NamedModel, asked: PlanRequest, platform: str = "tpu") -> EngineConfig:
-    """The preset, if one was given, then the flags that were; `ConfigError` too, as of the engine.
-    `dtype` auto is what it takes on that platform, and `max_model_len` None the model's."""
+    """Build the config of a plan: the preset, if any, changed by the flags.
+
+    `dtype` auto becomes the platform's type, and `max_model_len` None the model's limit. Raises
+    `ConfigError` as the engine does, and `ValueError` for flags that contradict each other.
+    """
     overrides = parse_overrides(asked.overrides)
     _check(asked, overrides)
     keys = load_preset(asked.preset) if asked.preset else {}
@@ -125,19 +128,22 @@ def engine_config(model: NamedModel, asked: PlanRequest, platform: str = "tpu") 
         dtype = "float32" if platform == "cpu" else "bfloat16"
         config = dataclasses.replace(config, dtype=dtype)
     for flag, n, most in (
-        ("chunk", config.scheduler.max_num_batched_tokens, MOST_TOKENS),
-        ("rows", config.scheduler.max_num_seqs, MOST_ROWS),
+        ("chunk", config.scheduler.max_num_batched_tokens, MAX_TOKENS),
+        ("rows", config.scheduler.max_num_seqs, MAX_ROWS),
     ):
         if n > most:
             raise ValueError(f"--{flag} ({ALSO_SET[flag]}) is {n:,}; plans take at most {most:,}")
-    part = model.with_layers(1)  # lengths are those of the whole
-    of_part = FunctionalModel(part.family, part.config, numerics_for(config))
-    return dataclasses.replace(config, max_model_len=context_len(config.max_model_len, of_part))
+    part = model.with_layers(1)  # its lengths are those of the whole model
+    one_layer = FunctionalModel(part.family, part.config, numerics_for(config))
+    return dataclasses.replace(config, max_model_len=context_len(config.max_model_len, one_layer))
 
 
 def _stored(model: NamedModel, weights: str, platform: str, chosen: str | None) -> str | None:
-    """The recipe of a quantized checkpoint's weights, where the engine keeps them. `ValueError` for
-    those that it does not read, unless one is `chosen`, and for one that they would not become."""
+    """The recipe of a quantized checkpoint's weights, or None where the engine dequantizes them.
+
+    Raises `ValueError` for weights that the engine does not read, unless a recipe is `chosen`, and
+    for a chosen recipe that differs from the stored one.
+    """
     stored = model.stored
     assert stored is not None
     if stored.refusal and chosen is None:
@@ -153,15 +159,15 @@ def _stored(model: NamedModel, weights: str, platform: str, chosen: str | None) 
 
 
 def searched_quantizations(asked: PlanRequest, config: EngineConfig) -> Sequence[str | None]:
-    """The quantizations that a search tries: the one asked for (with a flag or by the preset), the
-    one that the checkpoint has, or all that differ in bytes."""
+    """The quantizations that a search tries: the one that a flag, the preset or the checkpoint
+    sets, or else all that differ in bytes."""
     is_one = config.quantize is not None or asked.quant is not None
     is_one |= "quantize" in parse_overrides(asked.overrides)
     return (config.quantize,) if is_one else SEARCHED
 
 
 def _check(asked: PlanRequest, overrides: Mapping[str, Any]) -> None:
-    """`ValueError` for what would have no effect: what is asked for twice, or beside a search."""
+    """Raise `ValueError` for flags without effect: set twice, or ignored by a search."""
     for flag, path in ALSO_SET.items():
         value, (is_set, set_to) = getattr(asked, flag), _lookup(overrides, path)
         if value is not None and is_set:
@@ -176,7 +182,7 @@ def _check(asked: PlanRequest, overrides: Mapping[str, Any]) -> None:
 
 
 def _lookup(keys: Any, path: str) -> tuple[bool, Any]:
-    """Whether the key is there, and its value."""
+    """Return whether the dotted key exists, and its value."""
     for key in path.split("."):
         if not isinstance(keys, Mapping) or key not in keys:
             return False, None
@@ -191,17 +197,17 @@ def _sizes(asked: PlanRequest) -> dict[str, Any]:
 
 
 def _length(model: NamedModel, asked: PlanRequest, keys: Mapping[str, Any]) -> dict[str, Any]:
-    most = model.config.max_len
+    limit = model.config.max_len
     if asked.context is None:
-        return {} if "max_model_len" in keys else {"max_model_len": min(MOST, most)}
-    if not 2 <= asked.context <= most:
-        raise ValueError(f"--context={asked.context}: {model.name} takes 2 to {most:,} tokens")
+        return {} if "max_model_len" in keys else {"max_model_len": min(DEFAULT_CONTEXT, limit)}
+    if not 2 <= asked.context <= limit:
+        raise ValueError(f"--context={asked.context}: {model.name} takes 2 to {limit:,} tokens")
     return {"max_model_len": asked.context}
 
 
 def plan_context(model: NamedModel, config: EngineConfig, asked: PlanRequest) -> int:
-    """Tokens of a request that a plan is for."""
+    """The tokens of each request in a plan."""
     length = config.max_model_len or model.config.max_len
     if parse_overrides(asked.overrides).get("max_model_len") is not None:
         return length
-    return asked.context or min(MOST, model.config.max_len, length)
+    return asked.context or min(DEFAULT_CONTEXT, model.config.max_len, length)

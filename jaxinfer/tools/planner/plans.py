@@ -1,4 +1,4 @@
-"""A plan: a model's step compiled for a target, whether it fits, and what it could do at best."""
+"""A plan: a model's step compiled for a target, whether it fits, and its best possible speed."""
 
 from __future__ import annotations
 
@@ -38,55 +38,62 @@ from jaxinfer.tools.planner.roofline import (
 
 @dataclasses.dataclass(frozen=True)
 class LinkTraffic:
-    """What one device sends in one step, and how long that takes at the best."""
+    """What one device sends in one step, and the least time that it takes."""
 
-    by_kind: Mapping[str, Mapping[str, float]]  # count, bytes of results, bytes that it sends
+    by_kind: Mapping[str, Mapping[str, float]]  # count, bytes of results, bytes sent
     seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
 class StepFigures:
-    """A step of some load; bytes and seconds are one device's."""
+    """The figures of a step under a load; bytes and seconds are those of one device."""
 
     load: StepLoad
-    bucket: int  # tokens that the step is compiled for
+    bucket: int  # the compiled step's number of tokens
     work: StepWork
     traffic: LinkTraffic
     bound: RooflineBound
-    # With a micro-batch in every stage: of all replicas, and of one.
+    # With a micro-batch in every stage, of all replicas and of one.
     tokens_per_second: float
     tokens_per_second_a_replica: float
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelPlan:
-    """What was found. `memory` is of the largest step on one device, by the compiler's account of
-    `layers_compiled` layers; empty, and no figures, where it gave none. Pages and rows are one
-    replica's."""
+    """The result of planning.
+
+    `memory` is that of the largest step on one device, from the compiler's account of
+    `layers_compiled` layers; it is empty, as are the figures, where the compiler gave none. Pages
+    and rows are those of one replica.
+    """
 
     fits: bool
-    reason: str  # why it does not
+    reason: str  # why it does not fit
     layers_compiled: int
     memory: Mapping[str, Any]
     num_pages: int = 0
     tokens_cached: int = 0
     pages_from: str = ""  # `MemoryPlan.source`
-    rows: int = 0  # requests at the context, at once
+    rows: int = 0  # concurrent requests of the context's length
     decode: StepFigures | None = None
     prefill: StepFigures | None = None
 
 
 def step_program(chip: Chip, model: NamedModel, config: EngineConfig) -> StepProgram:
-    """What is planned; `MeshError` also for options that the engine would refuse on that chip."""
+    """Build the step to plan. Raises `MeshError` too for options that the engine refuses on the
+    chip."""
     with chip.in_use():
         check_overlap(config, layout_of(config.mesh))
     return StepProgram(chip, model, config)
 
 
 def make_plan(program: StepProgram, context: int, *, is_whole: bool) -> ModelPlan:
-    """Compile what a plan needs. A few layers of the largest step tell its temporaries, and so the
-    pages; with `is_whole` all of it is compiled then, with all those pages. Of the decode step two
-    depths tell what the other layers send."""
+    """Compile what a plan needs.
+
+    A few layers of the largest step give its temporaries, and so the pages that fit; with
+    `is_whole` the step of all layers is then compiled with all those pages. Two depths of the
+    decode step give the traffic of the remaining layers.
+    """
     if program.weight_bytes > program.chip.target.limit_bytes:
         return _weights_exceed_memory(program, is_whole=is_whole)
     largest = program.config.buckets[-1]
@@ -112,7 +119,7 @@ def make_plan(program: StepProgram, context: int, *, is_whole: bool) -> ModelPla
     if not reason and rows == 0:
         weights, temporaries = (gigabytes(memory[name]) for name in ("weights", "temporaries"))
         reason = (
-            f"a request of {context:,} tokens: beside {weights} of weights and {temporaries} of "
+            f"a request of {context:,} tokens: next to {weights} of weights and {temporaries} of "
             f"temporaries there is room for {pages.num_tokens:,} ({pages.source})"
         )
     counts = (pages.num_pages, pages.num_tokens, pages.source, rows)
@@ -139,7 +146,7 @@ def make_plan(program: StepProgram, context: int, *, is_whole: bool) -> ModelPla
 
 
 def _compile(program: StepProgram, bucket: int, num_pages: int, what: str) -> Compiled:
-    """Said before it begins, since it may take minutes."""
+    """Compile, announced on stderr because it may take minutes."""
     config, name = program.config, program.named.name
     how = f"{format_mesh(config.mesh.sizes)}, {config.quantize or config.dtype}"
     of_layers = f"{program.num_layers} layers, {bucket:,} tokens"
@@ -149,7 +156,8 @@ def _compile(program: StepProgram, bucket: int, num_pages: int, what: str) -> Co
 
 
 def _weights_exceed_memory(program: StepProgram, *, is_whole: bool) -> ModelPlan:
-    """Weights alone are too much: by arithmetic, and with `is_whole` in the compiler's words."""
+    """The plan of a model whose weights alone exceed the memory. With `is_whole` the compiler is
+    asked to confirm."""
     weights, limit = gigabytes(program.weight_bytes), gigabytes(program.chip.target.limit_bytes)
     reason = f"weights of {weights} a device, which has {limit}"
     if not is_whole:
@@ -160,8 +168,11 @@ def _weights_exceed_memory(program: StepProgram, *, is_whole: bool) -> ModelPlan
 
 
 def _refused(program: StepProgram, why: str) -> ModelPlan:
-    """Not one page fits by the account of a few layers: the compiler is asked for all, with one.
-    Where sizes of the cache are set, `why`, if anything, is all."""
+    """The plan of a model for which not one page fits by the account of a few layers.
+
+    All layers are compiled with one page, for the compiler's own verdict. Where the options set the
+    cache's size, `why` is returned as it is.
+    """
     cache, limit = program.config.cache, program.chip.target.limit_bytes
     if why and (cache.num_pages is not None or cache.memory_bytes is not None):
         return ModelPlan(False, why, 0, {})
@@ -190,20 +201,20 @@ def gigabytes(num_bytes: float) -> str:
 
 
 def rows_at(program: StepProgram, pages: MemoryPlan, context: int) -> int:
-    """Requests of `context` tokens that the pages and the slots hold at once."""
+    """The number of concurrent requests of `context` tokens for which pages and slots suffice."""
     needed = -(-context // pages.page_size)
     return min(program.config.scheduler.max_num_seqs, pages.num_pages // needed)
 
 
 def decode_load(program: StepProgram, rows: int, context: int) -> StepLoad:
-    """Of one micro-batch: a token of each of its rows."""
+    """The load of one micro-batch that decodes a token of each of its rows."""
     return StepLoad(-(-rows // program.model.num_stages), 1, context)
 
 
 def step_figures(
     program: StepProgram, load: StepLoad, traffic: LinkTraffic, tokens: float
 ) -> StepFigures:
-    """Of a step that yields `tokens` in each replica."""
+    """The figures of a step that yields `tokens` in each replica."""
     work = step_work(program, load)
     least = roofline_bound(work, program.chip.target, traffic.seconds)
     rate, bucket = tokens / least.seconds, program.config.bucket_for(load.num_tokens)
@@ -211,7 +222,7 @@ def step_figures(
 
 
 def compiled_traffic(program: StepProgram, text: str) -> LinkTraffic:
-    """Of a compiled step as it stands."""
+    """The traffic of a compiled step."""
     module = parse_hlo(text)
     return LinkTraffic(
         collectives(module), link_seconds(find_collectives(module), program.chip.target)
@@ -219,8 +230,8 @@ def compiled_traffic(program: StepProgram, text: str) -> LinkTraffic:
 
 
 def _step_traffic(program: StepProgram, bucket: int, name: str) -> LinkTraffic:
-    """Of the step of `bucket` tokens of all layers, from two depths: layers are unrolled, and each
-    sends what another does."""
+    """The traffic of the step of `bucket` tokens with all layers, extrapolated from two depths:
+    layers are unrolled, and each sends the same."""
     if program.chip.mesh is None:
         return LinkTraffic({}, 0.0)
     depths = (SHALLOW, DEEP)

@@ -1,4 +1,4 @@
-"""What the planner prints and writes."""
+"""The planner's text and JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from jaxinfer.tools.planner.search import Candidate, largest_mesh
 
 
 def as_json(program: StepProgram, context: int, plan: ModelPlan) -> dict[str, Any]:
-    """Everything that was found; bytes and seconds are one device's, rows and pages a replica's."""
+    """All findings; bytes and seconds are those of one device, rows and pages those of a
+    replica."""
     found = {
         "model": program.named.name,
         "target": program.chip.target.name,
@@ -38,6 +39,7 @@ def as_json(program: StepProgram, context: int, plan: ModelPlan) -> dict[str, An
 
 
 def as_text(program: StepProgram, context: int, plan: ModelPlan) -> str:
+    """The plan as a table for people."""
     config, target = program.config, program.chip.target
     replicas, num_devices = config.mesh.data, target.num_devices
     of_all = f" of its {num_devices}" if config.mesh.num_devices < num_devices else ""
@@ -71,7 +73,7 @@ def as_text(program: StepProgram, context: int, plan: ModelPlan) -> str:
 
 
 def suggest_fix(program: StepProgram) -> str:
-    """What to try with a plan that does not fit."""
+    """Suggest options for a plan that does not fit."""
     config, num_devices = program.config, program.chip.target.num_devices
     ways = []
     if config.mesh.num_devices < num_devices and (mesh := largest_mesh(program)) is not None:
@@ -136,8 +138,8 @@ def _term(name: str, amount: str, rate: str, seconds: float) -> str:
 
 
 def search_json(found: Sequence[Candidate]) -> list[dict[str, Any]]:
-    """Every candidate, cheapest first; `tokens_per_second` are of all replicas, what is counted
-    beside is one's."""
+    """Every candidate, cheapest first. `tokens_per_second` is that of all replicas; other figures
+    are those of one."""
     return [
         {
             "mesh": candidate.config.mesh.sizes,
@@ -161,8 +163,8 @@ SEARCH_HEAD = [
 
 
 def search_text(chip: Chip, model: NamedModel, context: int, found: Sequence[Candidate]) -> str:
-    """A line a candidate. Figures are of one replica, but for tokens/s, the decode step's bound,
-    which are of all: of every device of the target."""
+    """A line for each candidate. Figures are those of one replica, except tokens/s, the bound of
+    the decode step of all replicas on every device of the target."""
     head = f"{model.name} on {chip.target.name}, context {context:,}: "
     if not found:
         return head + "no mesh of these devices holds it, by arithmetic"

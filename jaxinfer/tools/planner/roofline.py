@@ -7,15 +7,16 @@ send, at the peak rates of its chip (S. Williams, A. Waterman, D. Patterson, "Ro
     compute =  sum over number types of FLOPs / flops[type]
     links   =  sum over collectives of what a device sends / the rate of the links it takes
 
-Every weight is read once a step; of E experts, of which a token takes k, so many as T tokens that
-choose alike often meet: E (1 - (1 - k / E)^T). Of an embedding that is no head the rows are read.
-The cache is read once: all that a row's query may see, or its layer's window. FLOPs are two for
-each weight of a product and token (of the head, and row), and 2 (H + H_v) for each query head,
-token and token seen. Collectives are those of the compiled step.
+Every weight is read once a step. Of E experts, of which each token chooses k uniformly, T tokens
+read E (1 - (1 - k / E)^T). An embedding that is not also the head is read by its rows. The cache is
+read once: all tokens that a row's query may attend to, or its layer's window. FLOPs are two for
+each weight of a matrix and token (for the head, each row), and 2 (H + H_v) for each query head,
+token and token attended to. Collectives are those of the compiled step.
 
 It is a bound, not a forecast: activations, launches, and the latency of each collective are left
-out, and nothing is said to overlap with links. Of a conditional, links are of all branches, also of
-those that do not run (a prompt's log-probabilities, say): "about", where the rest is "at least".
+out, and nothing overlaps with links. Links count all branches of a conditional, also those that do
+not run, such as a prompt's log-probabilities; reports therefore say "about" for links, and "at
+least" for the rest.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from jaxinfer.tools.compile_gate.steps import StepProgram
 
 @dataclasses.dataclass(frozen=True)
 class StepWork:
-    """What one device does in a step; bytes and FLOPs."""
+    """The work of one device in a step, in bytes and FLOPs."""
 
     weight_bytes: float
     cache_bytes: float
@@ -60,7 +61,7 @@ class RooflineBound:
 
     @property
     def limit(self) -> str:
-        """What takes longest."""
+        """The name of the largest term."""
         terms = {"memory": self.weights + self.cache, "compute": self.compute, "links": self.links}
         return max(terms, key=lambda name: terms[name])
 
@@ -75,13 +76,13 @@ def roofline_bound(work: StepWork, target: ChipTarget, link_seconds: float) -> R
 
 
 def flop_rate(target: ChipTarget, kind: str) -> float:
-    """A chip without units for a number type computes in the wider one."""
+    """The FLOP/s of a number type; a chip without units for it computes in bfloat16."""
     return target.flops.get(kind, target.flops["bfloat16"])
 
 
 @dataclasses.dataclass(frozen=True)
 class StepLoad:
-    """The rows of a step: each brings `new` tokens, the last of which sees `context` tokens."""
+    """The rows of a step: each adds `new` tokens, the last of which attends to `context` tokens."""
 
     rows: int
     new: int
@@ -92,17 +93,17 @@ class StepLoad:
         return self.rows * self.new
 
     def seen(self, window: int | None) -> int:
-        """Tokens seen by all queries together."""
+        """The tokens that all queries attend to, summed."""
         lengths = range(self.context - self.new + 1, self.context + 1)
         return self.rows * sum(min(n, window or n) for n in lengths)
 
     def cached(self, window: int | None) -> int:
-        """Tokens of cache that the rows read."""
+        """The cached tokens that the rows read."""
         return self.rows * min(self.context, (window or self.context) + self.new - 1)
 
 
 def step_work(program: StepProgram, load: StepLoad) -> StepWork:
-    """Of one device of a pipeline's stage, in one call of the step."""
+    """The work of one device of a pipeline's stage in one call of the step."""
     model = program.model
     layout, config = model.layout, model.local.config
     num_tokens, flops = tokens_on_a_device(program, load), dict[str, float]()
@@ -131,19 +132,20 @@ def step_work(program: StepProgram, load: StepLoad) -> StepWork:
 
 
 def tokens_on_a_device(program: StepProgram, load: StepLoad) -> float:
-    """A sequence's devices share a step's tokens, but few of them every device has all."""
+    """The tokens of a step that one device computes: the devices of a split sequence share many
+    tokens, and each computes all of a few."""
     bucket = program.config.bucket_for(load.num_tokens)
     return load.num_tokens / TokenSplit.of(program.model.layout, bucket).count
 
 
 def _is_product(spec: ParameterSpec) -> bool:
-    """Norms and biases are none, nor is a table of positions."""
+    """Whether a parameter is a matrix to multiply with: no norm, bias, or table of positions."""
     is_matrix = len(spec.shape) - ("stage" in spec.axes) >= 2
     return is_matrix and "position" not in spec.axes and "bias" not in spec.path
 
 
 def _routed(spec: ParameterSpec, config: Any) -> float | None:
-    """Of experts: which part of the tokens takes one."""
+    """The share of the tokens that an expert receives; None for a parameter of no expert."""
     if "experts" not in spec.axes:
         return None
     router = config.layer(int(spec.path.split(".")[1])).experts.router
@@ -155,21 +157,23 @@ def _window(config: Any, index: int) -> int | None:
 
 
 def _number_type(weight: Any, program: StepProgram) -> str:
-    """In which a product is computed: where activations are quantized, as they are."""
+    """The number type of a product: that of quantized activations, or else the model's."""
     first = weight.gate if isinstance(weight, QuantPair) else weight
     is_quantized = isinstance(first, QuantWeight) and first.activation_dtype is not None
     return str(first.activation_dtype) if is_quantized else program.model.model.numerics.dtype.name
 
 
 def link_seconds(collectives: Iterable[Collective], target: ChipTarget) -> float:
-    """Of all collectives of a step, one after another."""
+    """The seconds of all collectives of a step, one after another."""
     return sum(c.times * _seconds(c, target) for c in collectives)
 
 
 def _seconds(collective: Collective, target: ChipTarget) -> float:
-    """One collective at the best: on a TPU over all links that a chip has in its slice; between
-    GPUs of a host over NVLink; over hosts each GPU's adapter carries its share of what must cross,
-    and of a permutation, for the GPU whose neighbour is on another host, all.
+    """The least seconds of one collective.
+
+    A TPU uses all links that a chip has in its slice; the GPUs of a host use NVLink. Between hosts,
+    each GPU's adapter carries its share of the traffic, or all of a permutation for a GPU whose
+    neighbour is on another host.
     """
     if target.platform != "gpu":
         return collective.link_bytes / slice_rate(target)
@@ -182,7 +186,7 @@ def _seconds(collective: Collective, target: ChipTarget) -> float:
     inside = collective.group_size // hosts
     one = dataclasses.replace(collective, group_size=inside).link_bytes if inside > 1 else 0
     across = dataclasses.replace(collective, group_size=hosts).link_bytes
-    if collective.kind == "reduce-scatter":  # its result is a part of what a host's devices hold
+    if collective.kind == "reduce-scatter":  # its result is a part of that of a host's devices
         one, across = one * hosts, across * inside
     if collective.kind not in ("all-to-all", "ragged-all-to-all"):
         across /= inside
@@ -190,8 +194,8 @@ def _seconds(collective: Collective, target: ChipTarget) -> float:
 
 
 def slice_rate(target: ChipTarget) -> float:
-    """Bytes/s that leave a device one way: a TPU's axis of 2 chips has one link between them, a
-    longer one two at each chip; the devices of a chip share them."""
+    """Bytes/s that a device sends, one way. On an axis of 2 chips a TPU has one link, on a longer
+    axis two; the devices of a chip share them."""
     if target.platform != "tpu" or target.shape is None:
         return target.link_rate
     links = sum(min(2, size - 1) for size in target.shape)
@@ -199,7 +203,7 @@ def slice_rate(target: ChipTarget) -> float:
 
 
 def hosts_of_a_group(collective: Collective, target: ChipTarget) -> int:
-    """Over how many hosts the most scattered of its groups goes. Devices lie host by host, in the
-    order of the mesh."""
+    """The number of hosts that the most scattered group of a collective spans. The mesh orders
+    devices host by host."""
     _, per_host = target.shape or (1, 1)
     return max(len({device // per_host for device in group}) for group in collective.groups)

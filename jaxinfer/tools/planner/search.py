@@ -1,9 +1,10 @@
-"""The search: which meshes and quantizations of a target hold a model, cheapest first.
+"""Search the meshes and quantizations of a target for those that hold a model, cheapest first.
 
-By arithmetic first: weights on a device, the pages that they leave room for, and the roofline with
-two sums a layer and what a split sequence adds. What is cheapest by that is compiled, until some
-fit; the rest of the list is arithmetic, and says so. Cheapest: fewest devices for one replica of
-the engine, then the fastest decode step. The other devices of the target are further replicas.
+Candidates are estimated by arithmetic: weights on a device, the pages that fit next to them, and
+the roofline with two sums a layer and the traffic of a split sequence. The cheapest are then
+compiled until enough of them fit; the others are marked as estimates. Cheapest means fewest devices
+for one replica of the engine, then the fastest decode step. The target's other devices are further
+replicas.
 """
 
 from __future__ import annotations
@@ -35,18 +36,19 @@ from jaxinfer.tools.planner.roofline import (
     tokens_on_a_device,
 )
 
-# Of a device's memory, for what a step takes beside weights and pages. Compiled presets took 0.2
-# (GPU) to 4 percent (TPU; docs/scaling.md); the compiler has the last word.
+# The fraction of a device's memory for what a step needs besides weights and pages. Compiled
+# presets took 0.2 (GPU) to 4 percent (TPU; docs/scaling.md); compiling corrects the estimate.
 RESERVE = 0.04
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A mesh and a quantization that fit by arithmetic; per replica where nothing else is said."""
+    """A mesh and a quantization that fit by arithmetic; figures are per replica unless they say
+    otherwise."""
 
     config: EngineConfig
     num_devices: int
-    replicas: int  # which together take all devices of the target
+    replicas: int  # together they use all devices of the target
     weight_bytes: int
     tokens_cached: int
     rows: int
@@ -61,8 +63,8 @@ class Candidate:
 
 
 def meshes(num_devices: int, asked: MeshConfig) -> Iterator[MeshConfig]:
-    """Every way to give `num_devices` devices to replicas of pipe x seq x expert x tensor; what is
-    `asked` besides sizes stays."""
+    """Every division of `num_devices` devices into replicas of pipe x seq x expert x tensor.
+    Options of `asked` other than sizes are kept."""
     for pipe, seq, expert, tensor in itertools.product(divisors(num_devices), repeat=4):
         used = pipe * seq * expert * tensor
         if num_devices % used == 0:
@@ -80,7 +82,7 @@ def candidates(
     quantizations: Sequence[str | None],
     context: int,
 ) -> list[Candidate]:
-    """All that fit by arithmetic, cheapest first."""
+    """The candidates that fit by arithmetic, cheapest first."""
     found = []
     for mesh in meshes(len(chip.devices), config.mesh):
         if mesh.expert > 1 and not _has_experts(model):
@@ -99,11 +101,11 @@ def candidates(
 def estimate_candidate(
     chip: Chip, model: NamedModel, config: EngineConfig, context: int
 ) -> Candidate | None:
-    """None where not one request of `context` tokens fits. Raises `MeshError` where the model does
-    not divide, `ConfigError` where not one page fits.
+    """Estimate a candidate; None where not one request of `context` tokens fits.
 
-    One layer a stage is built, and two, the last ones of each; the others are taken to be as the
-    second.
+    The last layer of each stage is built, and the last two; the remaining layers are assumed to
+    equal the second. Raises `MeshError` where the model does not divide, and `ConfigError` where
+    not one page fits.
     """
     stages, num_layers = config.mesh.pipe, model.config.num_layers
     if num_layers % stages:
@@ -152,8 +154,8 @@ def estimate_candidate(
 
 
 def estimated_collectives(program: StepProgram, load: StepLoad) -> list[Collective]:
-    """What the layers of a stage send at the least: two sums a layer over the devices that share
-    its heads, what a split sequence takes, and one hand-over to the next stage."""
+    """The least that the layers of a stage send: two sums a layer over the devices that share its
+    heads, the traffic of a split sequence, and one transfer to the next stage."""
     model = program.model
     layout, config = model.layout, model.local.config
     tokens = math.ceil(tokens_on_a_device(program, load))
@@ -169,9 +171,12 @@ def estimated_collectives(program: StepProgram, load: StepLoad) -> list[Collecti
 
 
 def _sequence_collectives(program: StepProgram, load: StepLoad, tokens: int) -> list[Collective]:
-    """Attention's, of all layers. Of few tokens each device's results are merged: a maximum and two
-    sums of float32 (`sharding/sequence.py`). Of many, new keys and values go round a ring, then
-    queries, with what they have gathered (`sharding/ring.py`)."""
+    """The collectives of attention over a split sequence, of all layers.
+
+    With few tokens each device's results are merged by a maximum and two sums of float32
+    (`sharding/sequence.py`). With many, new keys and values travel around a ring, then queries with
+    their partial results (`sharding/ring.py`).
+    """
     model = program.model
     layout, config = model.layout, model.local.config
     num_layers, n, cache = config.num_layers, layout.size("seq"), config.cache
@@ -182,7 +187,7 @@ def _sequence_collectives(program: StepProgram, load: StepLoad, tokens: int) -> 
         small = of("all-reduce", per_head, 2 * num_layers)
         return [of("all-reduce", values, num_layers), small]
     queries = per_head // 4 * cache.head_dim * model.local.numerics.dtype.itemsize
-    # A page's bytes here are of its n-th part.
+    # `page_bytes` counts one device's n-th part of a page.
     stored = tokens * n * program.page_bytes // (program.config.cache.page_size * num_layers)
     return [
         of("collective-permute", stored, (n - 1) * num_layers),
@@ -194,7 +199,7 @@ def _sequence_collectives(program: StepProgram, load: StepLoad, tokens: int) -> 
 def _collective_over(
     layout: Layout, logical: str, kind: str, size: int, times: int = 1
 ) -> Collective:
-    """Over the mesh axes that split a logical one."""
+    """A collective over the mesh axes that split a logical axis."""
     parts = [(axis, 1, layout.size(axis)) for axis in layout.axes(logical)]
     groups = groups_over(dict(layout.sizes), parts)
     return Collective(kind, size, len(groups[0]), times, groups=groups)
@@ -208,7 +213,8 @@ def search(
     context: int,
     num_compiled: int,
 ) -> list[Candidate]:
-    """Candidates, cheapest first; compiled, a few layers of each, until `num_compiled` fit."""
+    """List the candidates, cheapest first, and compile a few layers of each until `num_compiled`
+    fit."""
     print(
         f"trying all meshes of {len(chip.devices)} devices, by arithmetic...",
         file=sys.stderr,
@@ -226,8 +232,8 @@ def search(
 
 
 def largest_mesh(program: StepProgram) -> MeshConfig | None:
-    """Of those of all devices of the target that the model and the engine accept, the one that
-    splits weights into most parts, most of them `tensor`'s; None where none splits them."""
+    """The mesh of all devices that splits the weights into the most parts, preferring `tensor`, and
+    that the model and the engine accept; None where no mesh splits them."""
     model, config = program.named, program.config
     num_devices = program.chip.target.num_devices
     split = [

@@ -1,1 +1,1 @@
-"""Parts of `tune_kernels.py`: the model of a GPU that ranks tilings, the search, the files."""
+"""The autotuner: the GPU model that ranks tilings, the search, and the tuning files."""

@@ -1,4 +1,4 @@
-"""From the figures of cases to the entries of `kernels/tuned/<device kind>.json`."""
+"""Choose tilings from measurements and write them to `kernels/tuned/<device kind>.json`."""
 
 from __future__ import annotations
 
@@ -9,29 +9,30 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
-LEAST_GAIN = 0.03  # what a tiling has to win over today's; less is noise
+MIN_GAIN = 0.03  # a smaller gain over the current tiling is noise
 
 
 def figure(tried: Row) -> float | None:
-    """Seconds measured, or else estimated."""
+    """The measured seconds of a tiling, or else the estimated ones."""
     return tried.get("seconds", tried.get("estimate"))
 
 
 def best_tiling(rows: Sequence[Row]) -> Row | None:
-    """The tiling that is best over all cases of one key, if it beats today's by `LEAST_GAIN`.
+    """The best tiling over all cases of one key, if it beats the current one by `MIN_GAIN`.
 
-    A case's figures count relative to today's, so that a long case does not outweigh a short one;
-    a tiling that fails in one case is out. None: keep today's, or there is nothing to compare.
+    Figures are relative to the current tiling's, so that a long case does not outweigh a short one;
+    a tiling that fails in one case is excluded. None means to keep the current tiling, or that
+    there is nothing to compare.
     """
     relative: dict[str, list[float]] = {}
     for row in rows:
-        today = next((figure(t) for t in row["tried"] if t["tiling"] is None), None)
-        if not today:
+        current = next((figure(t) for t in row["tried"] if t["tiling"] is None), None)
+        if not current:
             return None
         for tried in row["tried"]:
             if tried["tiling"] is not None and (seconds := figure(tried)):
                 name = json.dumps(tried["tiling"], sort_keys=True)
-                relative.setdefault(name, []).append(seconds / today)
+                relative.setdefault(name, []).append(seconds / current)
     means = {
         name: math.exp(sum(map(math.log, shares)) / len(shares))
         for name, shares in relative.items()
@@ -40,13 +41,13 @@ def best_tiling(rows: Sequence[Row]) -> Row | None:
     if not means:
         return None
     best = min(means, key=lambda name: means[name])
-    if means[best] > 1 - LEAST_GAIN:
+    if means[best] > 1 - MIN_GAIN:
         return None
     return {"tiling": json.loads(best), "share": means[best]}
 
 
 def group_by_key(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
-    """Measured rows by operator/backend and key."""
+    """Group measured rows by operator/backend and key."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         if row["status"] == "measured":
@@ -56,7 +57,7 @@ def group_by_key(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
 
 
 def write_tilings(path: Path, chosen: dict[tuple[str, str], Row]) -> None:
-    """Put the chosen tilings into a device's file; what it holds of other keys stays."""
+    """Write the chosen tilings to a device's file; entries of other keys are kept."""
     known: dict[str, dict[str, Any]] = {}
     if path.exists():
         known = json.loads(path.read_text("utf-8"))

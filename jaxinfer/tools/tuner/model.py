@@ -1,21 +1,21 @@
-"""What a tiling of a Triton kernel should cost on a GPU, from what its compiler says it takes.
+"""A cost model of Triton tilings on a GPU, from the resources that the compiler reports.
 
 For a launch of g blocks of w warps with r registers a thread and s bytes of shared memory:
 
-    resident = blocks that share a multiprocessor: the least of what its registers (given out by
-               warp, 256 at a time), its shared memory (1 KiB of each block is the system's), its
-               2,048 threads and its 32 blocks have room for
+    resident = blocks that share a multiprocessor: the minimum over its registers (allocated by
+               warp, 256 at a time), its shared memory (the system takes 1 KiB of each block), its
+               2,048 threads and its 32 blocks
     waves    = g / (multiprocessors * resident), rounded up: the last one may be nearly empty
-    spread   = multiprocessors * resident * waves / g, at least 1: time over that of a full chip
-    flight   = bytes on their way to a multiprocessor: its blocks' shared memory, which holds the
-               stages being loaded, or where there is less 16 bytes a thread
+    spread   = multiprocessors * resident * waves / g, at least 1: time relative to a full chip
+    flight   = bytes in flight to a multiprocessor: its blocks' shared memory, which holds the
+               stages being loaded, or 16 bytes a thread if that is more
     hidden   = min(1, flight / (bandwidth * latency / multiprocessors)): Little's law; below 1 the
                memory waits for requests
 
-A call takes max(bytes / (bandwidth * hidden), FLOPs / rate) * spread of its largest launch, by
-blocks, then what its launches write for each other, there and back, and a launch's cost for each.
-The bytes and FLOPs are the case's, those of a perfect kernel: work done twice, bank conflicts,
-instructions are not in it. It ranks tilings; a device measures them.
+A call takes max(bytes / (bandwidth * hidden), FLOPs / rate) * spread of its launch with the most
+blocks, plus the traffic of intermediate results between its launches, written and read, plus a
+fixed cost for each launch. Bytes and FLOPs are the case's, those of a perfect kernel: the model
+ignores repeated work, bank conflicts and instructions. It ranks tilings; a device measures them.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from jaxinfer.kernels.triton_launch import TritonLaunch
 from jaxinfer.tools.compile_gate.matrix import ChipTarget
 from jaxinfer.tools.compile_gate.text import KernelResources
 
-LATENCY = 7e-7  # seconds from a load to its data, under load: 600 to 800 ns on these chips
-LAUNCH_SECONDS = 2e-6  # between two kernels of one program
-# Dense bfloat16 FLOP a clock and multiprocessor (NVIDIA's A100 and H100 white papers).
+LATENCY = 7e-7  # seconds of a load from a busy memory: 600 to 800 ns on these chips
+LAUNCH_SECONDS = 2e-6  # between two kernels in one program
+# Dense bfloat16 FLOP per clock and multiprocessor (NVIDIA's A100 and H100 white papers).
 MATRIX_FLOPS = {80: 2048, 90: 4096}
 
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """What the model knows of a chip."""
+    """The parameters of a chip in the model."""
 
     multiprocessors: int
-    registers: int  # of a multiprocessor
-    shared_bytes: int  # of a multiprocessor
-    threads: int  # of a multiprocessor
+    registers: int  # per multiprocessor
+    shared_bytes: int  # per multiprocessor
+    threads: int  # per multiprocessor
     bandwidth: float  # bytes/s
     matrix_rate: float  # FLOP/s
 
     @classmethod
-    def of_target(cls, target: ChipTarget) -> Gpu:
-        """From the target's file."""
+    def from_target(cls, target: ChipTarget) -> Gpu:
+        """Read the parameters from the target's file."""
         cores, clock = target.gpu_field("core_count"), target.gpu_field("clock_rate_ghz") * 1e9
         return cls(
             multiprocessors=int(cores),
@@ -63,17 +63,17 @@ class Gpu:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """Of a call with one tiling."""
+    """The estimate for a call with one tiling."""
 
     seconds: float
-    resident: int  # blocks a multiprocessor, of the largest launch
+    resident: int  # blocks per multiprocessor in the largest launch
     waves: int
     registers: int
     shared_bytes: int
 
 
 def resident_blocks(gpu: Gpu, resources: KernelResources, num_warps: int) -> int:
-    """Blocks that share a multiprocessor; 0 if not even one fits."""
+    """The number of blocks that share a multiprocessor; 0 if none fits."""
     of_warp = -(-resources.registers * 32 // 256) * 256
     limits = (
         gpu.registers // max(1, of_warp * num_warps),
@@ -91,7 +91,7 @@ def estimate(
     bytes_moved: int,
     flops: int,
 ) -> Estimate:
-    """The model's figure for a call; `ValueError` for one whose block no multiprocessor holds."""
+    """Estimate a call. Raises `ValueError` where no multiprocessor can hold one of its blocks."""
     pairs = list(zip(launches, resources, strict=True))
     main, taken = max(pairs, key=lambda pair: math.prod(pair[0].grid))
     resident = resident_blocks(gpu, taken, main.num_warps)
@@ -99,8 +99,8 @@ def estimate(
         raise ValueError(f"{main.kernel.__name__}: a multiprocessor cannot hold one of its blocks")
     blocks = max(1, math.prod(main.grid))
     waves = -(-blocks // (gpu.multiprocessors * resident))
-    # Fewer blocks than multiprocessors leave the others idle; beyond that a part-filled one works
-    # as fast as its blocks let it, which `hidden` holds.
+    # Fewer blocks than multiprocessors leave some idle. A partly filled multiprocessor runs as fast
+    # as its blocks allow, which `hidden` accounts for.
     places = gpu.multiprocessors * (resident if waves > 1 else -(-blocks // gpu.multiprocessors))
     spread = max(1.0, places * waves / blocks)
     threads = 32 * main.num_warps
@@ -116,7 +116,7 @@ def estimate(
 
 
 def _bytes(launch: TritonLaunch) -> int:
-    """Of what a launch writes for the next, arrays brought up to date in place aside."""
+    """The bytes that a launch writes for the next, without arrays that are updated in place."""
     in_place = set(launch.aliases.values())
     return sum(
         math.prod(spec.shape) * jnp.dtype(spec.dtype).itemsize

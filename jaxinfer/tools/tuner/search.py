@@ -1,4 +1,4 @@
-"""The search of a tiling for one case: what compiles, in the model's order, measured."""
+"""Search the tilings of one case: compile them, rank them by the model, measure the best."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from jaxinfer.tools.kernel_cases import Case
 from jaxinfer.tools.tuner.model import Gpu, estimate
 
 Job = dict[str, Any]
-# Targets whose limits a device has, by a part of its name: an H200 is an H100 with more memory.
-LIKE = {"A100": "a100", "H100": "h100", "H200": "h100"}
+# The target with a device's limits, by a part of its name: an H200 is an H100 with more memory.
+EQUIVALENT_TARGETS = {"A100": "a100", "H100": "h100", "H200": "h100"}
 
 
 def search_space(job: Job, case: Case) -> tuple[str, list[Any]]:
-    """The key that a tiling is kept under, and the tilings to try.
+    """Return the key of the case's tiling in the tuning files, and the tilings to try.
 
-    Raises `NotImplementedError` where the backend has nothing to tune; what its functions raise
-    is an error of theirs, or of a case that should not be `is_tunable`.
+    Raises `NotImplementedError` where the backend has nothing to tune. Other errors come from the
+    backend's functions, or from a case that should not be `is_tunable`.
     """
     module = backend_module(job["operator"], job["backend"])
     name = f"{job['operator']}/{job['backend']}"
@@ -48,13 +48,13 @@ def search_space(job: Job, case: Case) -> tuple[str, list[Any]]:
 
 
 def fields_of(tiling: Any) -> Job | None:
-    """As a file holds it; None for the tiling that is used today."""
+    """A tiling as it is written to a file; None for the current one."""
     return None if tiling is None else dataclasses.asdict(tiling)
 
 
 @contextlib.contextmanager
 def traced_for(target: ChipTarget) -> Iterator[None]:
-    """Tracing inside is for that GPU, which need not be here, nor its compiler but Triton."""
+    """Trace for a GPU. Neither it nor its compiler is needed, only Triton."""
     device = AbstractDevice(
         device_kind=target.device_kind,
         num_cores=int(target.gpu_field("core_count")),
@@ -75,7 +75,8 @@ def _chip(name: str) -> Chip:
 
 
 def compile_tiling(job: Job, case: Case, tiling: Any, target: ChipTarget) -> Job:
-    """What a compiler makes of a tiling: an estimate of a Triton kernel's time, or why not."""
+    """Compile a tiling; return an estimate of a Triton kernel's time, or why it does not
+    compile."""
     found: Job = {"tiling": fields_of(tiling)}
     keywords = {} if tiling is None else {"tiling": tiling}
     try:
@@ -91,27 +92,28 @@ def compile_tiling(job: Job, case: Case, tiling: Any, target: ChipTarget) -> Job
         resources = [_triton(target.name).compile(launch)[0] for launch in launches]
         if spills := sum(r.spill_bytes for r in resources):
             return found | {"reason": f"spills {spills:,} bytes"}
-        gpu = Gpu.of_target(target)
+        gpu = Gpu.from_target(target)
         figure = estimate(gpu, launches, resources, case.bytes_moved, case.flops)
         return found | {"estimate": figure.seconds, "takes": dataclasses.asdict(figure)}
-    except Exception as error:  # a tiling that does not compile is an answer
+    except Exception as error:  # a tiling that does not compile is a result too
         return found | {"reason": first_reason(error)}
 
 
 def rank_tilings(
     job: Job, case: Case, tilings: list[Any], target: ChipTarget
 ) -> list[tuple[Any, Job]]:
-    """Tilings with what compiling found, the model's best first and those that fail last; one
-    without an estimate keeps its place in the backend's own order."""
+    """Compile the tilings and sort them: the model's best first, failures last. Tilings without an
+    estimate keep the backend's own order."""
     found = [(tiling, compile_tiling(job, case, tiling, target)) for tiling in tilings]
     return sorted(found, key=lambda pair: ("reason" in pair[1], pair[1].get("estimate", 0.0)))
 
 
 def tune(job: Job) -> Job:
-    """A job of `tune_kernels.py`: every tiling's figure, that of today's (tiling None) among them.
+    """Run a job of the tuner: the figure of every tiling, and of the current one (tiling None).
 
-    With `target`: by the compiler and the model alone. Without: measured on the device at hand,
-    `keep` of them, and compared with today's result. A rehearsal interprets.
+    With `target`, figures come from the compiler and the model alone. Otherwise `keep` tilings are
+    measured on this machine's device and their results compared with the current one's. A rehearsal
+    interprets the kernels.
     """
     case = kernels.case_of(job)
     key, tilings = search_space(job, case)
@@ -123,7 +125,7 @@ def tune(job: Job) -> Job:
         order = rank_tilings(job, case, [None, *tilings], target)
         return {"key": key, "device": kind, "tried": [found for _, found in order]}
     kind = jax.devices()[0].device_kind
-    like = next((name for part, name in LIKE.items() if part in kind), None)
+    like = next((name for part, name in EQUIVALENT_TARGETS.items() if part in kind), None)
     if job["backend"] == "gpu" and like is not None and not job["rehearse"]:
         order = rank_tilings(job, case, tilings, load_target(like))
     else:
@@ -135,23 +137,24 @@ def tune(job: Job) -> Job:
 
 
 def _measured(job: Job, case: Case, chosen: list[tuple[Any, Job]]) -> list[Job]:
-    """Each with its seconds, or why it has none; today's comes first."""
+    """Measure the chosen tilings; a tiling that fails gets a reason. The current one comes
+    first."""
     arguments, arrays = kernels.real_arguments(case)
     backend, others = job["backend"], kernels.keywords(job)
     floor = case.bytes_moved / kernels.NOMINAL_BANDWIDTH + case.flops / kernels.NOMINAL_RATE
     count, repeats = (1, 0) if job["rehearse"] else (count_for(floor), REPEATS)
-    today: list[Any] = []
+    current: list[Any] = []
 
     def timed(tiling: Any) -> Job:
         keywords = others if tiling is None else {**others, "tiling": tiling}
         with backend_with(case, backend, **keywords):
             call = call_of(case, backend)
             out = jax.block_until_ready(jax.jit(call)(arguments, arrays))
-            if not today:
-                today.append(out)
-            error = relative_error(out, today[0], arguments)
+            if not current:
+                current.append(out)
+            error = relative_error(out, current[0], arguments)
             if not error <= case.tolerance:
-                return {"reason": f"differs from today's result by {error:.1e}"}
+                return {"reason": f"differs from the current tiling's result by {error:.1e}"}
             return {"seconds": device_seconds(call, arguments, arrays, count, repeats=repeats)}
 
     rows = []

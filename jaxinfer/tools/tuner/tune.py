@@ -1,16 +1,16 @@
-"""Autotuning: the best tiling of every kernel's case, on the device at hand or by a compiler.
+"""Autotuning: find the best tiling of every kernel's case, on a device or by a compiler.
 
     jaxinfer tune --operators=paged_attention --json=out.json
     jaxinfer tune --target=h100        # no device: compile and rank
     jaxinfer tune --rehearse           # tiny, interpreted, on a CPU
 
 On a GPU or TPU the `--keep` candidates that the model (`tuner/model.py`) ranks first are measured
-beside the tiling that is used today, and their results compared with its; a tiling that is faster
-by 3 % over all cases of its key goes to `kernels/tuned/<device kind>.json`, from where the backends
-take it. Without a device, `--target` names a chip of `targets/`: candidates that its compiler
-refuses, that spill or do not fit are dropped, the others ranked by the model of bytes and
-occupancy that `tuner/model.py` states (for TPUs there is no such model: the backend's own order
-stays). Nothing is written then unless `--write` says so.
+against the current tiling, and their results compared with its result. A tiling that is faster by 3
+% over all cases of its key is written to `kernels/tuned/<device kind>.json`, where the backends
+find it. Without a device, `--target` names a chip of `targets/`: candidates that its compiler
+refuses, that spill or that do not fit are dropped, and the others are ranked by the model of bytes
+and occupancy in `tuner/model.py` (TPUs have no such model, so the backend's own order stays).
+Nothing is then written without `--write`.
 
 Every case runs in a child process under a watchdog: one that hangs is killed and named.
 """
@@ -32,17 +32,17 @@ OPERATORS = flags.DEFINE_string("operators", "all", "Kernels: all, or names of o
 TARGET = flags.DEFINE_string("target", None, "Rank for this chip of targets/, without a device.")
 REHEARSE = flags.DEFINE_boolean("rehearse", False, "Tiny cases, interpreted, on the CPU.")
 KEEP = flags.DEFINE_integer("keep", 8, "Candidates of a case that are measured.", lower_bound=1)
-SECONDS = flags.DEFINE_integer("seconds", 300, "What one case may take.", lower_bound=1)
+SECONDS = flags.DEFINE_integer("seconds", 300, "The time limit of one case.", lower_bound=1)
 WRITE = flags.DEFINE_boolean("write", None, "Write the tilings; by default if they were measured.")
 FOLDER = flags.DEFINE_string("folder", None, "Where to write them, if not kernels/tuned.")
 PACKAGES = flags.DEFINE_string("packages", None, "A folder of packages that are not installed.")
 JSON = flags.DEFINE_string("json", None, "Also write everything that was found to this file.")
 
-SHOWN = 3  # tilings of a case
+SHOWN = 3  # tilings per case
 
 
-def jobs(operators: list[str], platform: str) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """A job for every tunable case and backend of the platform, and the modules that are broken."""
+def tuning_jobs(operators: list[str], platform: str) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """List a job for every tunable case and backend of the platform, and the broken modules."""
     from jaxinfer.tools import kernel_cases
     from jaxinfer.tools.compile_gate.matrix import load_target
     from jaxinfer.tools.kernel_calls import backend_names
@@ -68,7 +68,7 @@ def jobs(operators: list[str], platform: str) -> tuple[list[dict[str, Any]], dic
 
 
 def describe(row: dict[str, Any]) -> str:
-    """A case's best tilings, and what was wrong with others."""
+    """Describe a case's best tilings, and why others were dropped."""
     from jaxinfer.tools.tuner.files import figure
 
     head = f"{row['operator']}/{row['backend']} {row['case']}"
@@ -80,15 +80,15 @@ def describe(row: dict[str, Any]) -> str:
         seconds = figure(tried)
         cost = "compiles" if seconds is None else f"{seconds * 1e6:.1f} us"
         how = "" if seconds is None or "seconds" in tried else " by the model"
-        lines.append(f"    {cost}{how}  {tried['tiling'] or 'as used today'}")
+        lines.append(f"    {cost}{how}  {tried['tiling'] or 'current'}")
     failed = [t for t in row["tried"] if "reason" in t]
     if failed:
         lines.append(f"    {len(failed)} dropped, as: {failed[0]['reason']}")
     return "\n".join(lines)
 
 
-def run(names: list[str], folders: list[str]) -> bool:
-    """Tune; whether nothing failed."""
+def tune_operators(names: list[str], folders: list[str]) -> bool:
+    """Tune the operators; return whether nothing failed."""
     from jaxinfer.tools.compile_gate.matrix import load_target
     from jaxinfer.tools.compile_gate.run import ENVIRONMENT
     from jaxinfer.tools.job_process import JobProcess
@@ -103,13 +103,13 @@ def run(names: list[str], folders: list[str]) -> bool:
         if TARGET.value:
             platform = load_target(TARGET.value).platform
         else:
-            found = child.ask({"kind": "device", "rehearse": REHEARSE.value}, SECONDS.value)
+            found = child.run({"kind": "device", "rehearse": REHEARSE.value}, SECONDS.value)
             if found["status"] != "measured":
                 raise app.UsageError(f"no device: {found['reason']}; give --target")
             platform = found["platform"]
-        asked, broken = jobs(names, platform)
-        for job in asked:
-            rows.append(job | child.ask(job, SECONDS.value))
+        jobs, broken = tuning_jobs(names, platform)
+        for job in jobs:
+            rows.append(job | child.run(job, SECONDS.value))
             print(describe(rows[-1]), flush=True)
     chosen = write_best(rows)
     for name, why in broken.items():
@@ -123,7 +123,7 @@ def run(names: list[str], folders: list[str]) -> bool:
 
 
 def write_best(rows: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
-    """Print what beats today's tilings, and write it where that is wanted."""
+    """Print the tilings that beat the current ones, and write them if the flags say so."""
     from jaxinfer.kernels import tuning
     from jaxinfer.tools.tuner import files
 
@@ -131,7 +131,7 @@ def write_best(rows: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, An
     winners = {place: files.best_tiling(group) for place, group in groups.items()}
     chosen = {place: winner for place, winner in winners.items() if winner is not None}
     how = ", by the model" if TARGET.value else ""
-    print(f"\n{len(groups)} keys; {len(chosen)} have a better tiling than today's{how}")
+    print(f"\n{len(groups)} keys; {len(chosen)} have a better tiling than the current one{how}")
     for (operator, key), winner in chosen.items():
         print(f"    {operator} [{key}]: {winner['share']:.2f} of the time, {winner['tiling']}")
     wants = WRITE.value if WRITE.value is not None else not (TARGET.value or REHEARSE.value)
@@ -161,7 +161,7 @@ def main(argv: list[str]) -> None:
                 choose("target", TARGET.value, target_names())
         except ValueError as error:
             raise app.UsageError(str(error)) from error
-        if not run(names, folders):
+        if not tune_operators(names, folders):
             sys.exit(1)
 
 
