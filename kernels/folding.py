@@ -6,8 +6,8 @@ read: the whole pool is then copied (one layer compiled for a v5e, H = 64, jax 0
 temporaries for a pool of 512 MiB; folded: none).
 
 A folded row holds f tokens side by side, token b of a page in lanes [b % f * H, (b % f + 1) * H) of
-row b // f; lanes behind the last are zero. H = 64: f = 2, L = 128, nothing is wasted; H = 80 or 96:
-f = 1, L = 128; H = 192: f = 1, L = 256.
+row b // f; lanes past the last token are zero. H = 64: f = 2, L = 128, nothing is wasted; H = 80 or
+96: f = 1, L = 128; H = 192: f = 1, L = 256.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ LANES = 128
 
 
 def rows_and_lanes(page_size: int, head_dim: int) -> tuple[int, int]:
-    """The last two axes of folded pages; (B, H), not folded, where that is not needed or B is no
-    multiple of f."""
+    """Return the last two axes of folded pages; (B, H), not folded, where folding is not needed or
+    B is no multiple of f."""
     fold = max(1, LANES // head_dim)
     lanes = -(-fold * head_dim // LANES) * LANES
     fold = lanes // head_dim
@@ -32,7 +32,7 @@ def rows_and_lanes(page_size: int, head_dim: int) -> tuple[int, int]:
 
 
 def fold_of(lanes: int, head_dim: int) -> int:
-    """Tokens in a row of `lanes` numbers; 0 if such a row cannot hold heads of `head_dim`."""
+    """Return the tokens in a row of `lanes` numbers; 0 if it cannot hold heads of `head_dim`."""
     is_folded = lanes > head_dim and lanes % LANES == 0
     return lanes // head_dim if is_folded else int(lanes == head_dim)
 
@@ -52,11 +52,12 @@ def unfold_scales(scales: jax.Array, rows: int) -> jax.Array:
 
 
 def unfolding(backend):
-    """A backend of plain pages, for folded ones too.
+    """Make a backend of plain pages take folded ones too.
 
-    A row of lanes that holds one token stays as it is: queries get zeros behind, to meet those of
-    the keys. Cutting them off the pages would copy the pool in every layer (one of DeepSeek-V2-Lite
-    compiled for a v5e, 2000 pages of 128 latents of 576 numbers, jax 0.10.2: 281 MiB each).
+    A row of lanes that holds one token stays as it is: queries are padded with zeros, as the keys
+    are. Removing the padding from the pages would copy the pool in every layer (one of
+    DeepSeek-V2-Lite compiled for a v5e, 2000 pages of 128 latents of 576 numbers, jax 0.10.2: 281
+    MiB each).
     """
 
     @functools.wraps(backend)
@@ -67,7 +68,7 @@ def unfolding(backend):
             scales = (x if x is None else unfold_scales(x, page_rows) for x in pages[2:])
             pages = type(pages)(k, v, *scales)
         elif lanes > H:
-            q = jnp.pad(q, _behind(lanes - H))
+            q = jnp.pad(q, _pad_lanes(lanes - H))
         out, lse = backend(q, rows, pages, variant, **options)
         return out[..., : variant.value_dim or H], lse
 
@@ -75,7 +76,7 @@ def unfolding(backend):
 
 
 def write_folded(pages, new, page, offset):
-    """`write_pages` of folded pages [P, K, rows, L], by whole rows of lanes.
+    """Write to folded pages [P, K, rows, L] by whole rows of lanes; see `write_pages`.
 
     A scatter of part of a row made XLA (v5e) copy the pool; one of whole rows is in place. So each
     token reads its row and writes it back with all the step's tokens that share it: they are among
@@ -86,16 +87,16 @@ def write_folded(pages, new, page, offset):
     fold = fold_of(lanes, H)
     row, part = offset // fold, offset % fold
     merged = pages.at[page, :, row].get(mode="clip")  # [T, K, L]
-    wide = jnp.pad(jnp.tile(new.astype(pages.dtype), (1, 1, fold)), _behind(lanes - fold * H))
+    wide = jnp.pad(jnp.tile(new.astype(pages.dtype), (1, 1, fold)), _pad_lanes(lanes - fold * H))
     lane_part = jnp.arange(lanes) // H
     token = jnp.arange(T)
     for step in range(1 - fold, fold):
         other = jnp.clip(token + step, 0, T - 1)
         shares = (page[other] == page) & (row[other] == row)
-        is_its = shares[:, None] & (lane_part == part[other][:, None])
-        merged = jnp.where(is_its[:, None], wide[other], merged)
+        is_own = shares[:, None] & (lane_part == part[other][:, None])
+        merged = jnp.where(is_own[:, None], wide[other], merged)
     return pages.at[page, :, row].set(merged, mode="drop")
 
 
-def _behind(num: int):
+def _pad_lanes(num: int):
     return ((0, 0), (0, 0), (0, num))

@@ -1,4 +1,4 @@
-"""What kernels know of TPUs, by JAX's names for them."""
+"""Facts about TPU chips that kernels depend on, by JAX's names of the chips."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Triton 3.6's interpreter, with its faults mended while it runs a kernel."""
+"""Patches for the faults of Triton 3.6's interpreter, applied while it runs a kernel."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from unittest import mock
 import jax.numpy as jnp
 import numpy as np
 
-# The interpreter keeps its place in global state, and XLA may call back from several threads.
+# The interpreter has global state, and XLA may call back from several threads.
 _LOCK = threading.Lock()
 
 _FLOATS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp8e4nv": "float8_e4m3fn"}
 
 
 @contextlib.contextmanager
-def mended() -> Iterator[None]:
-    """While it lasts, one thread alone has the interpreter, and in it
+def patched_interpreter() -> Iterator[None]:
+    """Patch the interpreter for one thread at a time, so that
 
-    * `range(n)` takes an n from memory (it asks for `int` of an array of one number, which NumPy
-      2.4 refuses);
+    * `range(n)` takes an n from memory (the interpreter calls `int` on an array of one number,
+      which NumPy 2.4 refuses);
     * `tl.dot` multiplies bfloat16 numbers (not the 16-bit integers that hold them): they become
       float32 first, which loses nothing;
     * an integer becomes the bfloat16 of its value (not the one of its bits);
-    * narrow floats are rounded to nearest even, as on a GPU (it cuts the digits of bfloat16 off,
-      and loses the carry where a float8 is rounded up to a power of two).
+    * narrow floats are rounded to nearest even, as on a GPU (the interpreter truncates
+      bfloat16, and loses the carry where a float8 is rounded up to a power of two).
     """
     interpreter: Any = importlib.import_module("triton.runtime.interpreter")
     builder = interpreter.InterpreterBuilder
@@ -69,7 +69,8 @@ def _widened(interpreter: Any, handle: Any) -> Any:
 
 
 def _converted(data: np.ndarray, source: Any, target: Any, _mode: Any) -> np.ndarray:
-    """The interpreter keeps types that NumPy lacks as integers of their bits."""
+    """Convert between types; the interpreter keeps those that NumPy lacks as integers of their
+    bits."""
     values = np.ascontiguousarray(data).view(jnp.dtype(_FLOATS[source.name]))
     with np.errstate(over="ignore", invalid="ignore"):
         converted = values.astype(jnp.dtype(_FLOATS[target.name]))

@@ -1,11 +1,11 @@
-"""Launching a Triton kernel: as data first, then by whoever is to run it.
+"""Triton launches: described as data, then run by a launcher.
 
 A GPU backend describes each kernel that it launches as a `TritonLaunch` and hands it to a
 `Launcher`, which returns the outputs:
 
     jax_triton    in a program for a GPU (the default)
     interpret     on a CPU, by Triton's interpreter (tests, rehearsals), in a jit or outside
-    Recorder      nowhere; it keeps the launches, for a compiler without a device
+    Recorder      records launches without running them, for a compiler without a device
 
 so that one description serves the device, the tests and the compile gate. This module imports
 neither triton nor jax-triton until a kernel is launched: both are optional, and the latter cannot
@@ -25,10 +25,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.kernels.dispatch import device_kind
-from jaxinfer.kernels.triton_interpreter import mended
+from jaxinfer.kernels.triton_interpreter import patched_interpreter
 
-# Compute capabilities by what a device's name has in it, for programs traced for a GPU that is not
-# here; one at hand says its own.  https://developer.nvidia.com/cuda-gpus
+# Compute capabilities by a part of the device's name, for programs traced for a GPU that is not
+# here; a device in use reports its own.  https://developer.nvidia.com/cuda-gpus
 CAPABILITIES: Mapping[str, int] = {"A100": 80, "H100": 90, "H200": 90}
 FLOAT8_CAPABILITY = 89  # Ada; Triton refuses to convert to float8_e4m3fn for those before
 
@@ -78,7 +78,7 @@ class TritonLaunch:
 
     @property
     def all_constexprs(self) -> dict[str, Any]:
-        """`constexprs`, and the scalars that are 1: those are compiled in, here and on a device."""
+        """`constexprs` and the scalars that are 1, which Triton compiles in as constants too."""
         ones = {
             name: 1
             for name, x in zip(self.kernel.arg_names, self.inputs, strict=False)
@@ -96,7 +96,7 @@ class TritonLaunch:
 
     @property
     def attributes(self) -> dict[tuple[int], list[list[Any]]]:
-        """What the compiler may assume: arrays lie at multiples of 16 bytes."""
+        """What the compiler may assume: arrays start at multiples of 16 bytes."""
         values = enumerate((*self.inputs, *self.outputs))
         return {(i,): [["tt.divisibility", 16]] for i, x in values if not is_scalar(x)}
 
@@ -105,7 +105,7 @@ Launcher = Callable[[TritonLaunch], tuple[jax.Array, ...]]
 
 
 def require_triton() -> None:
-    """Raises `NotImplementedError`, so that a backend declines, where Triton is not installed."""
+    """Raise `NotImplementedError`, so that a backend declines, where Triton is not installed."""
     try:
         import triton  # noqa: F401
     except ImportError:
@@ -115,7 +115,7 @@ def require_triton() -> None:
 
 
 def is_scalar(x: Any) -> bool:
-    """Whether a launch's input is a number, not an array."""
+    """Return whether a launch's input is a number, not an array."""
     return isinstance(x, bool | int | float)
 
 
@@ -133,7 +133,7 @@ def _type_of(x: Any) -> str:
 
 
 def compute_capability() -> int | None:
-    """Of the GPU that is traced for; None: ask the driver."""
+    """Return the compute capability of the GPU that is traced for; None: the driver reports it."""
     if jax.sharding.get_abstract_mesh().abstract_device is None:
         return None
     kind = device_kind()
@@ -144,8 +144,11 @@ def compute_capability() -> int | None:
 
 
 def capability_in_use() -> int | None:
-    """Of the GPU that is traced for or at hand, 90 for 9.0; None where there is no such number: a
-    CPU, which interprets, and AMD's chips, which say "gfx942"."""
+    """Return the compute capability of the GPU that is traced for or in use, 90 for 9.0.
+
+    None where there is no such number: on a CPU, which interprets, and on AMD's chips, which report
+    "gfx942".
+    """
     found = compute_capability()
     if found is not None:
         return found
@@ -155,7 +158,7 @@ def capability_in_use() -> int | None:
 
 
 def require_float8() -> None:
-    """Raises `NotImplementedError`, so that a backend declines, for a GPU known to have none."""
+    """Raise `NotImplementedError`, so that a backend declines, for a GPU known to lack float8."""
     capability = capability_in_use()
     if capability is not None and capability < FLOAT8_CAPABILITY:
         raise NotImplementedError(
@@ -164,7 +167,7 @@ def require_float8() -> None:
 
 
 def check_schedule(num_warps: int, num_stages: int) -> None:
-    """Raises `ValueError` for numbers that no kernel can be compiled with."""
+    """Raise `ValueError` for numbers that no kernel can be compiled with."""
     if num_warps < 1 or num_warps & (num_warps - 1):
         raise ValueError(f"num_warps is {num_warps}; it must be a power of two of at least 1")
     if num_stages < 1:
@@ -172,17 +175,17 @@ def check_schedule(num_warps: int, num_stages: int) -> None:
 
 
 def jax_triton(launch: TritonLaunch) -> tuple[jax.Array, ...]:
-    """A node of the program being traced for a GPU.
+    """Add the launch to the program being traced for a GPU.
 
     Raises `NotImplementedError`, so that the backend declines, where jax-triton is not installed.
     """
-    try:  # by name: no package that jaxinfer needs, and a type checker may not see it
+    try:  # imported by name: the package is optional, and a type checker may not see it
         triton_call: Any = importlib.import_module("jax_triton").triton_call
     except ImportError as error:
         raise NotImplementedError(
             f"jax-triton cannot be imported ({error}): pip install 'jaxinfer[triton]'"
         ) from error
-    # It takes a float for fp64 and cannot pass a bool, and it counts aliased inputs by arrays.
+    # jax-triton takes a float for fp64, cannot pass a bool, and counts aliased inputs by arrays.
     inputs = [_as_32_bits(x) for x in launch.inputs]
     place = {index: place for place, index in enumerate(_array_places(launch))}
     return tuple(
@@ -212,8 +215,8 @@ def _array_places(launch: TritonLaunch) -> list[int]:
 
 
 def interpret(launch: TritonLaunch) -> tuple[jax.Array, ...]:
-    """Run by Triton's interpreter on CPU tensors; memory that the kernel does not write is NaN, or
-    the lowest integer.
+    """Run the launch by Triton's interpreter on CPU tensors; memory that the kernel does not write
+    is NaN, or the lowest integer.
 
     Needs PyTorch, and `TRITON_INTERPRET=1` in the environment before the kernel's module is first
     imported; raises `RuntimeError` without the latter.
@@ -234,7 +237,7 @@ def interpret(launch: TritonLaunch) -> tuple[jax.Array, ...]:
         outputs = [to_torch(_poison(spec)) for spec in launch.outputs]
         for source, target in launch.aliases.items():
             outputs[target] = inputs[source]
-        with mended():
+        with patched_interpreter():
             launch.kernel[launch.grid](*inputs, *outputs, **launch.constexprs)
         return tuple(_from_torch(x, spec) for x, spec in zip(outputs, launch.outputs, strict=True))
 
@@ -244,7 +247,8 @@ def interpret(launch: TritonLaunch) -> tuple[jax.Array, ...]:
 
 
 class Recorder:
-    """Keeps the launches of a call traced by `jax.eval_shape`; returns zeros in their place."""
+    """Records the launches of a call traced by `jax.eval_shape` and returns zeros for their
+    outputs."""
 
     def __init__(self) -> None:
         self.launches: list[TritonLaunch] = []
@@ -262,7 +266,8 @@ def _poison(spec: jax.ShapeDtypeStruct) -> np.ndarray:
 
 
 def to_torch(x: np.ndarray) -> Any:
-    """A tensor on the CPU. By bytes: PyTorch takes none of NumPy's additional types."""
+    """Return a tensor on the CPU, converted by bytes: PyTorch takes none of NumPy's additional
+    types."""
     torch: Any = importlib.import_module("torch")
     raw = torch.from_numpy(np.ascontiguousarray(x).reshape(-1).view(np.uint8).copy())
     return raw.view(getattr(torch, x.dtype.name)).reshape(x.shape)

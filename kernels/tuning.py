@@ -1,4 +1,4 @@
-"""Tilings: a frozen dataclass an operator's backend, with a heuristic, and measured values as data.
+"""Tilings: each backend has a frozen dataclass with a heuristic; measured values are data.
 
 `kernels/tuned/<device kind>.json` holds what `jaxinfer tune` found on a device, by
 operator, backend and key (the shapes and types that the choice depends on, as text):
@@ -6,8 +6,8 @@ operator, backend and key (the shapes and types that the choice depends on, as t
     {"paged_attention/gpu": {
         "T=64 R=64 N=32 K=8 H=128 B=64 bfloat16 bfloat16": {"block": 128, "num_warps": 8}}}
 
-A backend asks `tuned(heuristic(...), "paged_attention/gpu", key)`. What a file does not hold, the
-heuristic decides; a field that the dataclass lacks is an error, so that a file cannot rot unseen.
+A backend calls `tuned(heuristic(...), "paged_attention/gpu", key)`. The heuristic decides what a
+file does not list; a field that the dataclass lacks is an error, so that stale files are noticed.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ TilingT = TypeVar("TilingT")
 
 
 def file_of(kind: str) -> Path:
-    """Where the tilings of a kind of device stand: `NVIDIA H200` -> `nvidia_h200.json`."""
+    """Return the file with the tilings of a kind of device: `NVIDIA H200` -> `nvidia_h200.json`."""
     return FOLDER / (re.sub(r"[^a-z0-9]+", "_", kind.lower()).strip("_") + ".json")
 
 
 @functools.lru_cache
 def load(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
-    """Operator/backend -> key -> fields; empty where there is no such file.
+    """Return operator/backend -> key -> fields; empty where there is no such file.
 
-    Raises `ValueError` for one that holds anything else. Read once a process.
+    Raises `ValueError` for a file that holds anything else. Each file is read once a process.
     """
     if not path.exists():
         return {}
@@ -52,7 +52,7 @@ def load(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def tuned(heuristic: TilingT, operator: str, key: str) -> TilingT:
-    """`heuristic` with the fields that were measured for this device, operator and key.
+    """Return `heuristic` with the fields that were measured for this device, operator and key.
 
     Raises `ValueError` for a file whose fields the tiling does not have.
     """

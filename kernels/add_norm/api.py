@@ -1,8 +1,8 @@
-"""Residual sum and norm: the front doors.
+"""Residual sum and norm: signatures, formula, contract and checks.
 
 A block of a model adds what it computed to the residual stream, and the next block begins with a
-norm of the sum. Apart, the sum is written and read again; here each number is read once and written
-once, and the norm may leave as the int8 or float8 numbers that the next product takes.
+norm of the sum. As separate operators the sum is written and read again; here each number is read
+once and written once, and the result may be the int8 or float8 numbers that the next product takes.
 
 For a token of D numbers, in float32:
 
@@ -52,12 +52,12 @@ def add_rms_norm(
     quantize: str | None = None,
     backend: str | None = None,
 ) -> tuple[Normed, Float[Array, "T D"]]:
-    """RMSNorm of `x + residual`, and that sum; formula in the module's text.
+    """Return RMSNorm of `x + residual`, and that sum; formula in the module's text.
 
-    `normed` has x's type; with `quantize` ("int8" or "float8_e4m3fn") it is a pair of values
-    [T, D] of that type and float32 scales [T, 1]. Without a residual the sum is x itself. A kernel
-    that does worse than XLA is taken by name alone. Raises `ValueError` for shapes and types that
-    do not fit together.
+    `normed` has x's type; with `quantize` ("int8" or "float8_e4m3fn") it is a pair of values [T, D]
+    of that type and float32 scales [T, 1]. Without a residual the sum is x itself. A kernel that
+    does worse than XLA is used only when `backend` names it. Raises `ValueError` for shapes and
+    types that do not fit together.
     """
     _check(x, residual, {"weight": weight}, eps, quantize)
     options = NormOptions(eps, offset, is_centred=False, quantize=quantize)
@@ -75,7 +75,7 @@ def add_layer_norm(
     quantize: str | None = None,
     backend: str | None = None,
 ) -> tuple[Normed, Float[Array, "T D"]]:
-    """LayerNorm of `x + residual`, and that sum; the contract is that of `add_rms_norm`."""
+    """Return LayerNorm of `x + residual`, and that sum; the contract is that of `add_rms_norm`."""
     _check(x, residual, {"weight": weight, "bias": bias}, eps, quantize)
     options = NormOptions(eps, 0.0, is_centred=True, quantize=quantize)
     backends = _worthwhile(x, is_centred=True, quantize=quantize) if backend is None else BACKENDS
@@ -83,9 +83,12 @@ def add_layer_norm(
 
 
 def _worthwhile(x, *, is_centred: bool, quantize: str | None) -> dict[str, Any]:
-    """The backends without the kernels that are worse than what XLA fuses by itself; those are
-    taken by name alone (docs/fusion.md). In a decode step on a GPU the bytes are equal, and the
-    kernel is taken for the launches: every few layers XLA writes the sum in one of its own."""
+    """Return the backends without the kernels that are worse than what XLA fuses by itself.
+
+    Those are used only by name (docs/fusion.md). In a decode step on a GPU the bytes are equal, and
+    the kernel is used because it saves launches: every few layers XLA writes the sum in one of its
+    own.
+    """
     left_out = ()
     if quantize is None and x.shape[0] > MOST_IN_A_DECODE:
         left_out = ("gpu",)
@@ -94,12 +97,12 @@ def _worthwhile(x, *, is_centred: bool, quantize: str | None) -> dict[str, Any]:
     return {name: BACKENDS[name] for name in BACKENDS if name not in left_out}
 
 
-def _check(x, residual, of_model: dict[str, Any], eps: float, quantize: str | None) -> None:
+def _check(x, residual, parameters: dict[str, Any], eps: float, quantize: str | None) -> None:
     if residual is not None and (residual.shape, residual.dtype) != (x.shape, x.dtype):
         raise ValueError(
             f"residual is {residual.dtype} {residual.shape}; x is {x.dtype} {x.shape}: cast one"
         )
-    for name, array in of_model.items():
+    for name, array in parameters.items():
         if array is not None and array.shape != x.shape[1:]:
             raise ValueError(f"{name} has shape {array.shape}; it must be {x.shape[1:]}")
     if eps < 0:

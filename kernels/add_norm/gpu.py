@@ -26,8 +26,8 @@ MAX_DIM = 16384  # 32 numbers a thread over 16 warps: beyond it a token does not
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiling:
-    """How a call is cut: tokens a program takes (a power of two), warps a program has."""
+class GpuNormTiling:
+    """How a call is divided: tokens a program takes (a power of two), warps a program has."""
 
     rows: int
     num_warps: int
@@ -38,19 +38,19 @@ class Tiling:
                 raise ValueError(f"{name} is {value}; it must be a power of two")
 
 
-def heuristic(x) -> Tiling:
-    """A token a program, more where one is less than 1024 numbers; 8 to 32 numbers a thread, so
-    that each loads 16 bytes at a time."""
+def heuristic(x) -> GpuNormTiling:
+    """Return a tiling from shapes: a token a program, more where one has less than 1024 numbers; 8
+    to 32 numbers a thread, so that each loads 16 bytes at a time."""
     block = _block(x)
     rows = max(1, 1024 // block)
-    return Tiling(rows, min(16, max(4, rows * block // 512)))
+    return GpuNormTiling(rows, min(16, max(4, rows * block // 512)))
 
 
-def candidates(x, *_arguments, **_options) -> list[Tiling]:
-    """Tilings worth measuring for a front door's abstract arguments."""
+def candidates(x, *_arguments, **_options) -> list[GpuNormTiling]:
+    """Return the tilings worth measuring for an operator's abstract arguments."""
     block = _block(x)
     tilings = [
-        Tiling(rows, num_warps)
+        GpuNormTiling(rows, num_warps)
         for rows in (1, 2, 4, 8, 16)
         for num_warps in (2, 4, 8, 16)
         if 4 * 32 * num_warps <= rows * block <= 32 * 32 * num_warps
@@ -59,7 +59,7 @@ def candidates(x, *_arguments, **_options) -> list[Tiling]:
 
 
 def tiling_key(x, *_arguments, quantize: str | None = None, **_options) -> str:
-    """What the choice depends on: tokens, numbers of a token, types."""
+    """Return the key of a measured tiling: tokens, numbers of a token, types."""
     return f"T={x.shape[0]} D={x.shape[1]} {x.dtype} {quantize}"
 
 
@@ -70,7 +70,7 @@ def add_norm(
     bias,  # [D] or None
     options: NormOptions,
     *,
-    tiling: Tiling | None = None,
+    tiling: GpuNormTiling | None = None,
     launch: Launcher = jax_triton,
 ):
     """Return (normed, sum).
@@ -89,7 +89,7 @@ def add_norm(
 
     key = tiling_key(x, quantize=quantize)
     tiling = tiling or tuned(heuristic(x), "add_norm/gpu", key)
-    nothing = jax.ShapeDtypeStruct((1,), jnp.float32)  # an output that nobody writes
+    absent = jax.ShapeDtypeStruct((1,), jnp.float32)  # an output that is not written
     normed, total, scales = launch(
         TritonLaunch(
             gpu_kernel.add_norm,
@@ -97,8 +97,8 @@ def add_norm(
             (x, _or_zero(residual), weight, _or_zero(bias), T),
             (
                 jax.ShapeDtypeStruct((T, D), jnp.dtype(quantize or x.dtype)),
-                nothing if residual is None else jax.ShapeDtypeStruct((T, D), x.dtype),
-                jax.ShapeDtypeStruct((T, 1), jnp.float32) if quantize else nothing,
+                absent if residual is None else jax.ShapeDtypeStruct((T, D), x.dtype),
+                jax.ShapeDtypeStruct((T, 1), jnp.float32) if quantize else absent,
             ),
             {
                 "D": D,
@@ -123,5 +123,5 @@ def _block(x) -> int:
 
 
 def _or_zero(array):
-    """An absent pointer: the kernel does not look at it."""
+    """Return 0 for an absent array: the kernel does not read it."""
     return 0 if array is None else array

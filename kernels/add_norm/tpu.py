@@ -21,12 +21,12 @@ from jaxinfer.kernels.tpu_chips import MEBI
 from jaxinfer.kernels.tuning import tuned
 
 SUBLANES = 32  # rows of a tile of 8-bit numbers; 16-bit ones have 16, 32-bit ones 8
-MAX_VMEM = 12 * MEBI  # of a block's buffers: the smallest chip (v4) has 16 MiB in all
+MAX_VMEM = 12 * MEBI  # for a block's buffers: the smallest chip (v4) has 16 MiB in all
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiling:
-    """How a call is cut: tokens of a block, a multiple of `SUBLANES`."""
+class TpuNormTiling:
+    """How a call is divided: tokens of a block, a multiple of `SUBLANES`."""
 
     rows: int
 
@@ -35,29 +35,29 @@ class Tiling:
             raise ValueError(f"rows is {self.rows}; it must be a multiple of {SUBLANES}")
 
 
-def heuristic(x) -> Tiling:
-    """Blocks of about 1 MiB in float32: a DMA of 512 KiB takes longer than it waits, and with both
-    buffers of four arrays and the float32 numbers in between half of a v4's VMEM is left."""
+def heuristic(x) -> TpuNormTiling:
+    """Return a tiling with blocks of about 1 MiB in float32: a DMA of 512 KiB takes longer than its
+    latency, and both buffers of four arrays with the float32 numbers leave half of a v4's VMEM."""
     rows = MEBI // (4 * x.shape[1])
     most = -(-x.shape[0] // SUBLANES) * SUBLANES
-    return Tiling(min(most, max(SUBLANES, rows // SUBLANES * SUBLANES)))
+    return TpuNormTiling(min(most, max(SUBLANES, rows // SUBLANES * SUBLANES)))
 
 
-def candidates(x, *_arguments, **_options) -> list[Tiling]:
-    """Tilings worth measuring for a front door's abstract arguments."""
-    tilings = [Tiling(SUBLANES << power) for power in range(5)]
+def candidates(x, *_arguments, **_options) -> list[TpuNormTiling]:
+    """Return the tilings worth measuring for an operator's abstract arguments."""
+    tilings = [TpuNormTiling(SUBLANES << power) for power in range(5)]
     most = max(SUBLANES, x.shape[0])
     fitting = [t for t in tilings if t.rows <= most and vmem_bytes(t, x) <= MAX_VMEM]
     return list(dict.fromkeys([heuristic(x), *fitting]))
 
 
 def tiling_key(x, *_arguments, quantize: str | None = None, **_options) -> str:
-    """What the choice depends on: tokens, numbers of a token, types."""
+    """Return the key of a measured tiling: tokens, numbers of a token, types."""
     return f"T={x.shape[0]} D={x.shape[1]} {x.dtype} {quantize}"
 
 
-def vmem_bytes(tiling: Tiling, x) -> int:
-    """Two buffers of two inputs and two outputs, and two blocks of float32 numbers."""
+def vmem_bytes(tiling: TpuNormTiling, x) -> int:
+    """Return the bytes of two buffers of two inputs and two outputs, and of two float32 blocks."""
     return tiling.rows * x.shape[1] * (8 * x.dtype.itemsize + 8)
 
 
@@ -68,7 +68,7 @@ def add_norm(
     bias,  # [D] or None
     options: NormOptions,
     *,
-    tiling: Tiling | None = None,
+    tiling: TpuNormTiling | None = None,
     interpret: Any = False,  # for tests: pltpu.InterpretParams()
 ):
     """Return (normed, sum). Declines (`NotImplementedError`) float16, and tokens too large for
@@ -80,21 +80,21 @@ def add_norm(
     if not interpret:
         _check_mosaic(tiling, x)
     rows = min(tiling.rows, T)
-    of_tokens = pl.BlockSpec((rows, D), lambda i: (i, 0))
-    of_model = pl.BlockSpec((1, D), lambda i: (0, 0))
+    token_spec = pl.BlockSpec((rows, D), lambda i: (i, 0))
+    parameter_spec = pl.BlockSpec((1, D), lambda i: (0, 0))
     has = (residual is not None, bias is not None, quantize is not None)
     inputs = [x, weight[None]]
-    in_specs = [of_tokens, of_model]
+    in_specs = [token_spec, parameter_spec]
     out_shape = [jax.ShapeDtypeStruct((T, D), jnp.dtype(quantize or x.dtype))]
-    out_specs = [of_tokens]
+    out_specs = [token_spec]
     if residual is not None:
         inputs.append(residual)
-        in_specs.append(of_tokens)
+        in_specs.append(token_spec)
         out_shape.append(jax.ShapeDtypeStruct((T, D), x.dtype))
-        out_specs.append(of_tokens)
+        out_specs.append(token_spec)
     if bias is not None:
         inputs.append(bias[None])
-        in_specs.append(of_model)
+        in_specs.append(parameter_spec)
     if quantize is not None:
         out_shape.append(jax.ShapeDtypeStruct((T, 1), jnp.float32))
         out_specs.append(pl.BlockSpec((rows, 1), lambda i: (i, 0)))
@@ -115,7 +115,7 @@ def add_norm(
     return (normed, rest[-1]) if quantize else normed, total
 
 
-def _check_mosaic(tiling: Tiling, x) -> None:
+def _check_mosaic(tiling: TpuNormTiling, x) -> None:
     if x.dtype == jnp.float16:
         raise NotImplementedError("Mosaic loads no float16; use bfloat16 or float32")
     needed = vmem_bytes(tiling, x)

@@ -1,6 +1,6 @@
-"""Flash attention: attention that is not paged (encoders, whole prompts, ring chunks); front door.
+"""Attention that is not paged (encoders, whole prompts, ring chunks): signature and formula.
 
-R rows of T queries attend to S keys. The keys of a row stand at positions 0 .. S-1, its query t at
+R rows of T queries attend to S keys. The keys of a row have positions 0 .. S-1, its query t has
 position p = q_offset + t. For head n (KV head n // G), over positions s:
 
     z[s]  = scale * q . k[s]
@@ -16,10 +16,10 @@ position p = q_offset + t. For head n (KV head n // G), over positions s:
     lse   = log(sum_s exp(z[s]) + exp(sinks[n]));  -inf, and out 0, where nothing is seen
 
 computed by online softmax over tiles of keys (FlashAttention, arXiv:2205.14135, 2307.08691); tiles
-that nothing in them is seen of are not visited.
+that no query sees are not visited.
 
-Keys and values at or past `kv_len`, and those that `block_mask` calls empty for all queries of the
-KV head, may hold anything, NaN included; the others must be finite.
+Keys and values at or past `kv_len`, and those in blocks that `block_mask` marks empty for all
+queries of the KV head, may hold anything, NaN included; the others must be finite.
 """
 
 from __future__ import annotations
@@ -32,7 +32,13 @@ from jaxtyping import Array, Float
 from jaxinfer.kernels.attention_variant import AttentionVariant
 from jaxinfer.kernels.dispatch import dispatch
 from jaxinfer.kernels.flash_attention import gpu, reference, tpu, xla
-from jaxinfer.kernels.flash_attention.rule import NO_MASK, AttentionMask, Given, Mod, Rule
+from jaxinfer.kernels.flash_attention.rule import (
+    NO_MASK,
+    AttentionMask,
+    FlashArrays,
+    FlashRule,
+    Mod,
+)
 
 BACKENDS = {
     "reference": reference.flash_attention,
@@ -72,14 +78,14 @@ def flash_attention(
         raise ValueError(f"value_dim is {variant.value_dim}; it is for pages without values: None")
     q_offset = mask.offset_of(q.shape[1], k.shape[1])
     _check_block_mask(q, k, q_offset, mask)
-    given = Given(
+    arrays = FlashArrays(
         q_offset, mask.kv_len, variant.sinks, variant.alibi_slopes, mask.hidden, mask.block_mask
     )
-    rule = Rule(
+    rule = FlashRule(
         variant.scale, mask.causal, variant.window, variant.soft_cap, mask.mask_mod, score_mod,
         return_lse,
     )  # fmt: skip
-    out, lse = dispatch("flash_attention", BACKENDS, backend, q, k, v, given, rule)
+    out, lse = dispatch("flash_attention", BACKENDS, backend, q, k, v, arrays, rule)
     return (out, lse) if return_lse else out
 
 
@@ -89,9 +95,9 @@ def merge(
     out_b: Float[Array, "R T N H"],
     lse_b: Float[Array, "R T N"],
 ) -> tuple[Float[Array, "R T N H"], Float[Array, "R T N"]]:
-    """The attention over two disjoint sets of keys from the attention over each: (out, lse).
+    """Return the attention over two disjoint sets of keys from that over each: (out, lse).
 
-    Sums in float32, `out` has out_a's dtype. Sinks must have been given to one of the two alone.
+    Sums in float32, `out` has out_a's dtype. Only one of the two may have been computed with sinks.
     """
     top = jnp.maximum(lse_a, lse_b)
     top = jnp.where(jnp.isfinite(top), top, 0)

@@ -18,9 +18,9 @@ from jaxinfer.kernels.flash_attention.rule import (
     PLAIN,
     AttentionMask,
     Features,
-    Given,
+    FlashArrays,
+    FlashRule,
     Mod,
-    Rule,
     features_of,
     features_of_call,
     key_of,
@@ -36,15 +36,15 @@ from jaxinfer.kernels.triton_launch import (
 )
 from jaxinfer.kernels.tuning import tuned
 
-__all__ = ["Tiling", "candidates", "flash_attention", "heuristic", "tiling_key"]
+__all__ = ["GpuFlashTiling", "candidates", "flash_attention", "heuristic", "tiling_key"]
 
 MIN_TILE = 16  # of a product on tensor cores
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 192, 256)
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiling:
-    """Of queries and keys. Results differ by rounding alone."""
+class GpuFlashTiling:
+    """Sizes of tiles of queries and keys. Results differ by rounding alone."""
 
     q_tile: int
     k_tile: int
@@ -59,22 +59,22 @@ class Tiling:
         check_schedule(self.num_warps, self.num_stages)
 
 
-def heuristic(q, k, features: Features = PLAIN) -> Tiling:
-    """From shapes, types and the variant: the largest tiles that no value is spilled for, by
-    compiling for sm_80 and sm_90 (Triton 3.6.0). Hopper's products read their operands from shared
-    memory and so leave room in the registers."""
+def heuristic(q, k, features: Features = PLAIN) -> GpuFlashTiling:
+    """Return a tiling from shapes, types and features: the largest tiles for which no value is
+    spilled, by compiling for sm_80 and sm_90 (Triton 3.6.0). Hopper's products read their operands
+    from shared memory and so leave room in the registers."""
     T, H = q.shape[1], q.shape[3]
     if jnp.dtype(q.dtype).itemsize == 4:  # no tensor cores, and twice the registers
-        tiling = Tiling(16 if H == 192 else 32, 32 if H <= 96 else 16, 8, 1)
+        tiling = GpuFlashTiling(16 if H == 192 else 32, 32 if H <= 96 else 16, 8, 1)
     elif (capability_in_use() or 80) >= 90:
         if H <= 64:
-            tiling = Tiling(128, 64, 4, 3)
+            tiling = GpuFlashTiling(128, 64, 4, 3)
         else:
-            tiling = Tiling(128, 64, 8, 3) if H <= 128 else Tiling(128, 32, 8, 2)
+            tiling = GpuFlashTiling(128, 64, 8, 3) if H <= 128 else GpuFlashTiling(128, 32, 8, 2)
     elif H <= 128:
-        tiling = Tiling(128, 64 if not features.used or H <= 64 else 32, 8, 2)
+        tiling = GpuFlashTiling(128, 64 if not features.used or H <= 64 else 32, 8, 2)
     else:
-        tiling = Tiling(64, 32, 8, 3 if H == 192 else 2)
+        tiling = GpuFlashTiling(64, 32, 8, 3 if H == 192 else 2)
     q_tile = min(tiling.q_tile, max(MIN_TILE, 1 << (T - 1).bit_length()))
     return dataclasses.replace(tiling, q_tile=q_tile)
 
@@ -82,16 +82,16 @@ def heuristic(q, k, features: Features = PLAIN) -> Tiling:
 def candidates(
     q, k, _v, variant: AttentionVariant, mask: AttentionMask = NO_MASK, *,
     score_mod: Mod | None = None, **_: Any,
-) -> list[Tiling]:  # fmt: skip
+) -> list[GpuFlashTiling]:  # fmt: skip
     """Return the tilings worth measuring for the arguments of `flash_attention`."""
     first = heuristic(q, k, features_of_call(variant, mask, score_mod))
     H = q.shape[3]
     if jnp.dtype(q.dtype).itemsize == 4:
-        found = [Tiling(m, b, w, 1) for m in (16, 32, 64) for b in (16, 32) for w in (4, 8)]
+        found = [GpuFlashTiling(m, b, w, 1) for m in (16, 32, 64) for b in (16, 32) for w in (4, 8)]
     else:
         tiles = [(64, 32), (64, 64), (128, 32), (128, 64), (128, 128)]
         found = [
-            Tiling(m, b, w, s)
+            GpuFlashTiling(m, b, w, s)
             for m, b in tiles
             for w in (4, 8)
             for s in (2, 3, 4)
@@ -101,16 +101,16 @@ def candidates(
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class GpuFlashPlan:
     """What the kernel is compiled for; its only constexpr."""
 
     heads: int  # N
     kv_heads: int  # K
-    half: int  # the largest power of two in the head dim
-    rest: int  # what is left of it
+    half: int  # the largest power of two up to the head dim
+    rest: int  # the rest of the head dim
     q_tile: int
     k_tile: int
-    intervals: int  # C, of keys that are hidden
+    intervals: int  # C, intervals a key is hidden in
     causal: bool
     window: int | None
     soft_cap: float | None
@@ -145,13 +145,14 @@ def flash_attention(
     q,  # [R, T, N, H]
     k,  # [R, S, K, H]
     v,  # [R, S, K, H]
-    given: Given,
-    rule: Rule,
+    arrays: FlashArrays,
+    rule: FlashRule,
     *,
-    tiling: Tiling | None = None,
+    tiling: GpuFlashTiling | None = None,
     launch: Launcher = jax_triton,
 ):
-    """Declines (`NotImplementedError`) mods that Triton cannot say, and heads that do not fit."""
+    """Return (out, lse or None). Declines (`NotImplementedError`) mods that Triton cannot express,
+    and heads that do not fit."""
     require_triton()
     from jaxinfer.kernels.flash_attention import gpu_kernel
 
@@ -161,25 +162,25 @@ def flash_attention(
     if max(T * N, S * K) * H >= 2**31:
         raise NotImplementedError(f"a row of {max(T * N, S * K)} heads of {H} passes 2**31 numbers")
     if tiling is None:
-        features = features_of(given, rule)
+        features = features_of(arrays, rule)
         key = key_of(q, k, features)
         tiling = tuned(heuristic(q, k, features), "flash_attention/gpu", key)
-    if given.block_mask is not None:
+    if arrays.block_mask is not None:
         fitted = {
-            "q_tile": _power(tiling.q_tile, given.block_mask.q_block),
-            "k_tile": _power(tiling.k_tile, given.block_mask.k_block),
+            "q_tile": _power(tiling.q_tile, arrays.block_mask.q_block),
+            "k_tile": _power(tiling.k_tile, arrays.block_mask.k_block),
         }
         tiling = dataclasses.replace(tiling, **fitted)
     walk: tuple[Any, ...] = (0, 0, 0)
     list_axes = None
-    if given.block_mask is not None or given.hidden is not None:
-        kinds = tile_kinds(rule, given, T, S, (tiling.q_tile, tiling.k_tile))
+    if arrays.block_mask is not None or arrays.hidden is not None:
+        kinds = tile_kinds(rule, arrays, T, S, (tiling.q_tile, tiling.k_tile))
         walk, list_axes = tuple(jnp.asarray(x) for x in walk_of(kinds)), kinds.shape[:2]
     dtype = jnp.result_type(q.dtype, k.dtype)
     float32 = lambda x: 0 if x is None else x.astype(jnp.float32)
     inputs = (
-        *(x.astype(dtype) for x in (q, k, v)), given.offsets(R), given.lengths(R, S),
-        float32(given.sinks), float32(given.alibi_slopes), *(given.hidden or (0, 0)), *walk,
+        *(x.astype(dtype) for x in (q, k, v)), arrays.offsets(R), arrays.lengths(R, S),
+        float32(arrays.sinks), float32(arrays.alibi_slopes), *(arrays.hidden or (0, 0)), *walk,
         T, S, float(rule.scale),
     )  # fmt: skip
     lse = jax.ShapeDtypeStruct((R, N, T), jnp.float32)
@@ -189,7 +190,7 @@ def flash_attention(
             grid=(-(-T // tiling.q_tile), N, R),
             inputs=inputs,
             outputs=(jax.ShapeDtypeStruct(q.shape, q.dtype), lse),
-            constexprs={"plan": _plan(N, K, H, given, rule, tiling, list_axes, dtype)},
+            constexprs={"plan": _plan(N, K, H, arrays, rule, tiling, list_axes, dtype)},
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,
         )
@@ -197,23 +198,32 @@ def flash_attention(
     return out, lse.swapaxes(1, 2) if rule.return_lse else None
 
 
-def _plan(N: int, K: int, H: int, given: Given, rule: Rule, tiling: Tiling, list_axes, dtype):
+def _plan(
+    N: int,
+    K: int,
+    H: int,
+    arrays: FlashArrays,
+    rule: FlashRule,
+    tiling: GpuFlashTiling,
+    list_axes,
+    dtype,
+):
     from jaxinfer.kernels.flash_attention.triton_source import mask_function, score_function
 
     half = 1 << (H.bit_length() - 1)
-    return Plan(
+    return GpuFlashPlan(
         heads=N,
         kv_heads=K,
         half=half,
         rest=H - half,
         q_tile=tiling.q_tile,
         k_tile=tiling.k_tile,
-        intervals=0 if given.hidden is None else given.hidden.start.shape[1],
+        intervals=0 if arrays.hidden is None else arrays.hidden.start.shape[1],
         causal=rule.causal,
         window=rule.window,
         soft_cap=rule.soft_cap,
-        has_sinks=given.sinks is not None,
-        has_slopes=given.alibi_slopes is not None,
+        has_sinks=arrays.sinks is not None,
+        has_slopes=arrays.alibi_slopes is not None,
         has_lists=list_axes is not None,
         row_lists=list_axes is not None and list_axes[0] > 1,
         head_lists=list_axes is not None and list_axes[1] > 1,
@@ -224,7 +234,7 @@ def _plan(N: int, K: int, H: int, given: Given, rule: Rule, tiling: Tiling, list
 
 
 def _power(tile: int, block: int) -> int:
-    """The largest power of two up to `tile` that divides `block`."""
+    """Return the largest power of two up to `tile` that divides `block`."""
     size = fit(tile, block & -block)
     if size < MIN_TILE:
         raise NotImplementedError(f"blocks of {block} are no multiple of {MIN_TILE}")

@@ -1,9 +1,9 @@
 """The Triton kernel of flash attention: one program is one tile of queries of one head.
 
 A program walks first the tiles of keys that need no mask, then those that do. Which ones follows
-from the positions, or is read from lists (`blocks.Walk`) where a mask is given as arrays. A head
-dimension is cut into two powers of two (80 = 64 + 16), so that nothing is padded. `plan` is
-`gpu.Plan`, M its q_tile, B its k_tile, H0 its half, H1 its rest_lanes.
+from the positions, or is read from lists (`blocks.TileWalk`) where a mask is given as arrays. A
+head dimension is cut into two powers of two (80 = 64 + 16), so that nothing is padded. `plan` is
+`gpu.GpuFlashPlan`, M its q_tile, B its k_tile, H0 its half, H1 its rest_lanes.
 
 Scores are kept in base 2: `top` is the largest of z * log2(e), `total` the sum of exp2 below it.
 """
@@ -22,7 +22,7 @@ LOWEST = tl.constexpr(-1e30)
 
 
 @triton.jit
-@no_type_check  # a checker of types would wrap it, and Triton compiles a function's source
+@no_type_check  # a type checker would wrap it, and Triton compiles a function's source
 def flash_attention(
     q_ptr,  # [R, T, N, H]
     k_ptr,  # [R, S, K, H]
@@ -49,15 +49,15 @@ def flash_attention(
     wide_row = row.to(tl.int64)
     first = tl.load(offset_ptr + row) + i * plan.q_tile  # position of the tile's first query
     length = tl.load(length_ptr + row)
-    of_queries = (wide_row * T * plan.heads + head) * plan.head_dim
-    of_keys = (wide_row * S * plan.kv_heads + head // plan.group) * plan.head_dim
-    k_ptr += of_keys
-    v_ptr += of_keys
+    queries_at = (wide_row * T * plan.heads + head) * plan.head_dim
+    keys_at = (wide_row * S * plan.kv_heads + head // plan.group) * plan.head_dim
+    k_ptr += keys_at
+    v_ptr += keys_at
     if plan.intervals > 0:
         start_ptr += wide_row * plan.intervals * S
         end_ptr += wide_row * plan.intervals * S
     slope = tl.load(slope_ptr + head) if plan.has_slopes else 0.0
-    q0, q1 = _queries(q_ptr + of_queries, i, T, plan)
+    q0, q1 = _queries(q_ptr + queries_at, i, T, plan)
     top, total, acc0, acc1 = _nothing_seen(sink_ptr, head, plan)
     low, whole_low, num_whole, num_tiles = _bounds(first, i, length, T, plan)
     if plan.has_lists:
@@ -78,17 +78,17 @@ def flash_attention(
             start_ptr, end_ptr, S, scale, plan, True,
         )  # fmt: skip
     lse_ptr += (wide_row * plan.heads + head) * T
-    _store(out_ptr + of_queries, lse_ptr, top, total, acc0, acc1, i, T, plan)
+    _store(out_ptr + queries_at, lse_ptr, top, total, acc0, acc1, i, T, plan)
 
 
 @triton.jit
 @no_type_check
 def _queries(q_ptr, i, T, plan: tl.constexpr):
-    """A head's tile in two parts: [M, H0], [M, H1]."""
+    """Load a head's tile in two parts: [M, H0], [M, H1]."""
     t = i * plan.q_tile + tl.arange(0, plan.q_tile)[:, None]
     at = t * (plan.heads * plan.head_dim)
     q0 = tl.load(q_ptr + at + tl.arange(0, plan.half)[None], t < T, 0.0)
-    q1 = q0  # a second part that nobody uses costs nothing
+    q1 = q0  # an unused second part costs nothing
     if plan.rest > 0:
         q1 = tl.load(q_ptr + at + plan.half + tl.arange(0, plan.rest)[None], t < T, 0.0)
     return q0, q1
@@ -97,7 +97,8 @@ def _queries(q_ptr, i, T, plan: tl.constexpr):
 @triton.jit
 @no_type_check
 def _nothing_seen(sink_ptr, head, plan: tl.constexpr):
-    """top [M], total [M], acc [M, H0], [M, H1]; a sink is one more score, without a value."""
+    """Return top [M], total [M], acc [M, H0], [M, H1]; a sink is one more score, without a
+    value."""
     if plan.has_sinks:
         top = tl.full([plan.q_tile], 0.0, tl.float32) + tl.load(sink_ptr + head) * LOG2_E
         total = tl.full([plan.q_tile], 1.0, tl.float32)
@@ -111,7 +112,8 @@ def _nothing_seen(sink_ptr, head, plan: tl.constexpr):
 @triton.jit
 @no_type_check
 def _bounds(first, i, length, T, plan: tl.constexpr):
-    """(first tile of keys that may be seen, first that needs no mask, number of such, of all)."""
+    """Return the first tile of keys that may be seen, the first that needs no mask, the number of
+    tiles that need none, the number of all."""
     last = first + tl.minimum(plan.q_tile, T - i * plan.q_tile) - 1
     low, high = 0, tl.cdiv(length, plan.k_tile)
     whole_low, whole_high = 0, length // plan.k_tile
@@ -136,7 +138,7 @@ def _bounds(first, i, length, T, plan: tl.constexpr):
 @triton.jit
 @no_type_check
 def _cut(n, low, whole_low, num_whole):
-    """The n-th tile, the whole ones taken out before: those before them, then those behind."""
+    """Return the n-th cut tile: those before the whole ones, then those after."""
     j = low + n - num_whole
     return tl.where(j < whole_low, j, j + num_whole)
 
@@ -150,7 +152,7 @@ def _step(
     start_ptr, end_ptr,  # [C, S] of the row
     S, scale, plan: tl.constexpr, IS_CUT: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys into the running softmax (arXiv:2205.14135)."""
+    """Add one tile of keys to the running softmax (arXiv:2205.14135)."""
     s = j * plan.k_tile + tl.arange(0, plan.k_tile)
     at0 = s[:, None] * (plan.kv_heads * plan.head_dim) + tl.arange(0, plan.half)[None]
     at1 = s[:, None] * (plan.kv_heads * plan.head_dim) + plan.half
@@ -181,7 +183,7 @@ def _step(
 @triton.jit
 @no_type_check
 def _keys(pointers, s, length, IS_CUT: tl.constexpr):
-    """Zeros past the length, where 0 times what lies there could be NaN."""
+    """Load keys or values, zeros past the length: 0 times what is stored there could be NaN."""
     if IS_CUT:
         return tl.load(pointers, (s < length)[:, None], 0.0)
     else:
@@ -191,7 +193,7 @@ def _keys(pointers, s, length, IS_CUT: tl.constexpr):
 @triton.jit
 @no_type_check
 def _scores(z, row, head, p, s, slope, scale, plan: tl.constexpr):
-    """Products of queries and keys as they go into the softmax, times log2(e): [M, B]."""
+    """Return the scores that go into the softmax, times log2(e): [M, B]."""
     if plan.has_plain_scores:
         return z * (scale * LOG2_E)
     else:
@@ -208,7 +210,7 @@ def _scores(z, row, head, p, s, slope, scale, plan: tl.constexpr):
 @triton.jit
 @no_type_check
 def _seen(row, head, p, s, length, start_ptr, end_ptr, S, plan: tl.constexpr):
-    """[M, B], or a shape that broadcasts to it."""
+    """Return whether queries see keys: [M, B], or a shape that broadcasts to it."""
     seen = s < length
     if plan.causal:
         seen = seen & (s <= p)

@@ -8,37 +8,37 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.kernels.flash_attention.rule import Given, Rule, is_seen, scores
+from jaxinfer.kernels.flash_attention.rule import FlashArrays, FlashRule, is_seen, scores
 
 
 def flash_attention(
     q,  # [R, T, N, H]
     k,  # [R, S, K, H]
     v,  # [R, S, K, H]
-    given: Given,
-    rule: Rule,
+    arrays: FlashArrays,
+    rule: FlashRule,
 ):
     wide = jnp.float64 if jax.config.jax_enable_x64 else jnp.float32  # type: ignore[attr-defined]
     R, T, N, H = q.shape
     S, K = k.shape[1:3]
 
     # Everything below is [R, N, T, S] or broadcasts to it.
-    of_head = lambda x: x.astype(wide)[:, None, None]
+    per_head = lambda x: x.astype(wide)[:, None, None]
     row = jnp.arange(R, dtype=jnp.int32)[:, None, None, None]
     head = jnp.arange(N, dtype=jnp.int32)[:, None, None]
     t = jnp.arange(T, dtype=jnp.int32)[:, None]
-    q_position = given.offsets(R)[:, None, None, None] + t
+    q_position = arrays.offsets(R)[:, None, None, None] + t
     s = jnp.arange(S, dtype=jnp.int32)
-    length = given.lengths(R, S)[:, None, None, None]
+    length = arrays.lengths(R, S)[:, None, None, None]
     intervals = []
-    if given.hidden is not None:
+    if arrays.hidden is not None:
         at = lambda x, c: x[:, c][:, None, None]
-        count = given.hidden.start.shape[1]
-        intervals = [(at(given.hidden.start, c), at(given.hidden.end, c)) for c in range(count)]
+        count = arrays.hidden.start.shape[1]
+        intervals = [(at(arrays.hidden.start, c), at(arrays.hidden.end, c)) for c in range(count)]
     seen = is_seen(rule, row, head, q_position, s, length, intervals)
     may_be_read = s < length
-    if given.block_mask is not None:
-        mask = given.block_mask
+    if arrays.block_mask is not None:
+        mask = arrays.block_mask
         kind = mask.kind[:, :, jnp.arange(T) // mask.q_block][..., s // mask.k_block]
         seen &= kind > 0
         read = (kind > 0).any(axis=2, keepdims=True)  # [R, N, 1, S]
@@ -51,11 +51,11 @@ def flash_attention(
     k, v = (jnp.where(may_be_read, x, 0).astype(wide) for x in (k, v))
     z = jnp.einsum("rtkgh,rskh->rkgts", q.astype(wide).reshape(R, T, K, N // K, H), k)
     z = z.reshape(R, N, T, S) * rule.scale
-    slopes = None if given.alibi_slopes is None else of_head(given.alibi_slopes)
+    slopes = None if arrays.alibi_slopes is None else per_head(arrays.alibi_slopes)
     z = scores(rule, z, row, head, q_position, s, slopes)
     z = jnp.where(seen, z, -jnp.inf)
-    if given.sinks is not None:  # one more position, without a value
-        z = jnp.concatenate([z, jnp.broadcast_to(of_head(given.sinks), (R, N, T, 1))], axis=-1)
+    if arrays.sinks is not None:  # one more position, without a value
+        z = jnp.concatenate([z, jnp.broadcast_to(per_head(arrays.sinks), (R, N, T, 1))], axis=-1)
     top = z.max(axis=-1, keepdims=True)
     weight = jnp.exp(z - jnp.where(jnp.isfinite(top), top, 0))
     total = weight.sum(axis=-1, keepdims=True)

@@ -1,8 +1,8 @@
-"""What a call of flash attention asks beside its queries, keys and values; formula: `api.py`.
+"""The arguments of flash attention other than queries, keys and values; formula: `api.py`.
 
-`Rule` is static (a program is compiled for it), `Given` holds the arrays. `scores` and `is_seen`
-are the formula itself on numbers that broadcast together, for every backend in JAX, inside a
-Pallas kernel or outside.
+`FlashRule` is static (a program is compiled for it), `FlashArrays` holds the arrays. `scores` and
+`is_seen` are the formula itself on numbers that broadcast together, for every backend in JAX,
+inside a Pallas kernel or outside.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import jax.numpy as jnp
 
 from jaxinfer.kernels.attention_variant import AttentionVariant
 
-# Of int32s that broadcast together: mask_mod(row, head, q_position, k_position) -> bool, and
+# Functions of int32s that broadcast together: mask_mod(row, head, q_position, k_position) -> bool,
+# and
 # score_mod(score, row, head, q_position, k_position) -> score.
 Mod = Callable[..., Any]
 
@@ -37,8 +38,10 @@ class ColumnIntervals(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class BlockMask:
     """Which blocks of q_block queries by k_block keys a mask_mod leaves empty (0), cuts (1) or
-    leaves whole (2), the first query standing at `q_offset`; one for all rows or heads where that
-    axis is 1. Made by `block_mask`."""
+    leaves whole (2), with the first query at position `q_offset`.
+
+    An axis of 1 stands for all rows or heads. Made by `block_mask`.
+    """
 
     kind: Any  # int32 [R or 1, N or 1, TQ, TK]
     q_block: int = dataclasses.field(metadata={"static": True})
@@ -60,7 +63,7 @@ class AttentionMask:
     q_offset: Any = None  # int, or int32 [] or [R]
     kv_len: Any = None  # int32 [R]; None: S everywhere
     hidden: ColumnIntervals | None = None  # [R, C, S]
-    block_mask: BlockMask | None = None  # that of `mask_mod` at this `q_offset`
+    block_mask: BlockMask | None = None  # made of `mask_mod` at this `q_offset`
 
     def tree_flatten(self) -> tuple[Any, Any]:
         offset = self.q_offset
@@ -84,8 +87,8 @@ NO_MASK = AttentionMask()
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
-    """The static part of a call."""
+class FlashRule:
+    """The static part of a call, which a program is compiled for."""
 
     scale: float
     causal: bool = False
@@ -96,8 +99,8 @@ class Rule:
     return_lse: bool = False
 
 
-class Given(NamedTuple):
-    """The arrays of a call beside q, k and v."""
+class FlashArrays(NamedTuple):
+    """The arrays of a call other than q, k and v."""
 
     q_offset: Any = 0  # int, or [] or [R]
     kv_len: Any = None  # None: S everywhere; or [R]
@@ -107,18 +110,18 @@ class Given(NamedTuple):
     block_mask: BlockMask | None = None
 
     def offsets(self, R: int):
-        """[R]"""
+        """Return the position of each row's first query: [R]."""
         return jnp.broadcast_to(jnp.asarray(self.q_offset, jnp.int32), (R,))
 
     def lengths(self, R: int, S: int):
-        """[R], none above S."""
+        """Return the number of keys of each row, at most S: [R]."""
         if self.kv_len is None:
             return jnp.full((R,), S, jnp.int32)
         return jnp.minimum(self.kv_len, S).astype(jnp.int32)
 
 
-def scores(rule: Rule, z, row, head, q_position, k_position, slope=None):
-    """Products of queries and keys, already scaled, as they go into the softmax."""
+def scores(rule: FlashRule, z, row, head, q_position, k_position, slope=None):
+    """Return the scores that go into the softmax, of scaled products of queries and keys."""
     if rule.soft_cap is not None:
         z = rule.soft_cap * jnp.tanh(z / rule.soft_cap)
     if slope is not None:
@@ -128,8 +131,8 @@ def scores(rule: Rule, z, row, head, q_position, k_position, slope=None):
     return z
 
 
-def is_seen(rule: Rule, row, head, q_position, k_position, length, intervals=()):
-    """Whether the query sees the key; `intervals` are pairs (start, end) of the key's."""
+def is_seen(rule: FlashRule, row, head, q_position, k_position, length, intervals=()):
+    """Return whether the query sees the key; `intervals` are the key's pairs (start, end)."""
     seen = k_position < length
     if rule.causal:
         seen &= k_position <= q_position
@@ -149,9 +152,9 @@ FEATURES = ("alibi_slopes", "mask_mod", "score_mod", "hidden")
 
 
 class Features(NamedTuple):
-    """What a tiling depends on beside shapes and types."""
+    """What a tiling depends on other than shapes and types."""
 
-    used: tuple[str, ...] = ()  # those of `FEATURES` that the call uses
+    used: tuple[str, ...] = ()  # the `FEATURES` that the call uses
     causal: bool = False
     window: int | None = None
     block_mask: BlockMask | None = None
@@ -169,11 +172,11 @@ def features_of_call(
     return Features(used, mask.causal, variant.window, mask.block_mask)
 
 
-def features_of(given: Given, rule: Rule) -> Features:
+def features_of(arrays: FlashArrays, rule: FlashRule) -> Features:
     """Return the features of a call, from what a backend is given."""
-    values = (given.alibi_slopes, rule.mask_mod, rule.score_mod, given.hidden)
+    values = (arrays.alibi_slopes, rule.mask_mod, rule.score_mod, arrays.hidden)
     used = tuple(n for n, value in zip(FEATURES, values, strict=True) if value is not None)
-    return Features(used, rule.causal, rule.window, given.block_mask)
+    return Features(used, rule.causal, rule.window, arrays.block_mask)
 
 
 def tiling_key(
@@ -195,16 +198,17 @@ def key_of(q, k, features: Features) -> str:
     return " ".join([f"T={T} S={S} N={N} K={K} H={H} {jnp.dtype(q.dtype).name}", *marks])
 
 
-def closed_over(mod: Mod | None, *of_scores: Any) -> tuple[Any, ...]:
-    """The arrays that a mod closes over; `of_scores`: its arguments before the four indices."""
+def closed_over(mod: Mod | None, *score_args: Any) -> tuple[Any, ...]:
+    """Return the arrays that a mod closes over; `score_args` are its arguments before the
+    indices."""
     if mod is None:
         return ()
     index = jax.ShapeDtypeStruct((), jnp.int32)
-    return tuple(jax.make_jaxpr(mod)(*of_scores, *(index,) * 4).consts)
+    return tuple(jax.make_jaxpr(mod)(*score_args, *(index,) * 4).consts)
 
 
-def decline_closures(rule: Rule) -> None:
-    """Raises `NotImplementedError` for mods that a kernel cannot hold."""
+def decline_closures(rule: FlashRule) -> None:
+    """Raise `NotImplementedError` for mods that close over arrays, which a kernel cannot hold."""
     score = jax.ShapeDtypeStruct((), jnp.float32)
     for name, found in (
         ("mask_mod", closed_over(rule.mask_mod)),

@@ -23,28 +23,28 @@ from jaxinfer.kernels.flash_attention.rule import (
     PLAIN,
     AttentionMask,
     Features,
-    Given,
+    FlashArrays,
+    FlashRule,
     Mod,
-    Rule,
     decline_closures,
     features_of,
     features_of_call,
     key_of,
     tiling_key,
 )
-from jaxinfer.kernels.flash_attention.tpu_kernel import LANES, Plan, Scalars, kernel
+from jaxinfer.kernels.flash_attention.tpu_kernel import LANES, TpuFlashPlan, TpuFlashScalars, kernel
 from jaxinfer.kernels.tuning import tuned
 
-__all__ = ["Tiling", "candidates", "flash_attention", "heuristic", "tiling_key"]
+__all__ = ["TpuFlashTiling", "candidates", "flash_attention", "heuristic", "tiling_key"]
 
-# Of SMEM for the list of steps; a core has 1 MiB or more. Longer lists ask for larger tiles.
+# SMEM for the list of steps; a core has 1 MiB or more. Longer lists need larger tiles.
 MAX_STEP_BYTES = 2**18
 SUBLANES = 16  # rows of a register of bfloat16
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiling:
-    """Of queries and keys. Results differ by rounding alone."""
+class TpuFlashTiling:
+    """Sizes of tiles of queries and keys. Results differ by rounding alone."""
 
     q_tile: int
     k_tile: int
@@ -56,23 +56,28 @@ class Tiling:
             raise ValueError(f"k_tile {self.k_tile} is no multiple of {LANES}")
 
 
-def heuristic(q, k, features: Features = PLAIN) -> Tiling:
-    """From shapes and types alone: 512 x 512, so that a key that is fetched meets 512 queries,
-    above the ratio of arithmetic to bytes (240 on a v5e) at which memory is the limit, and the
-    scores of a tile take 1 MiB; more, for lengths whose list of tiles would not fit SMEM."""
+def heuristic(q, k, features: Features = PLAIN) -> TpuFlashTiling:
+    """Return a tiling from shapes and types alone.
+
+    512 x 512, so that a key that is fetched meets 512 queries, above the ratio of arithmetic to
+    bytes (240 on a v5e) at which memory is the limit, and the scores of a tile take 1 MiB; more for
+    lengths whose list of tiles would not fit SMEM.
+    """
     T, S = q.shape[1], k.shape[1]
     wide = lambda size, unit: min(512, -(-size // unit) * unit)
     q_tile, k_tile = wide(T, SUBLANES if T < LANES else LANES), wide(S, LANES)
     mask = features.block_mask
     if mask is not None:
-        return Tiling(_fit(q_tile, mask.q_block, SUBLANES), _fit(k_tile, mask.k_block, LANES))
+        return TpuFlashTiling(
+            _fit(q_tile, mask.q_block, SUBLANES), _fit(k_tile, mask.k_block, LANES)
+        )
     while k_tile < 2048 and 4 * -(-T // q_tile) * -(-S // k_tile) > MAX_STEP_BYTES:
         k_tile *= 2
-    return Tiling(q_tile, k_tile)
+    return TpuFlashTiling(q_tile, k_tile)
 
 
 def _fit(tile: int, block: int, unit: int) -> int:
-    """The largest multiple of `unit` up to `tile` that divides `block`."""
+    """Return the largest multiple of `unit` up to `tile` that divides `block`."""
     if block % unit:
         raise NotImplementedError(f"blocks of {block} are no multiple of {unit}")
     return fit(max(1, tile // unit), block // unit) * unit
@@ -81,17 +86,17 @@ def _fit(tile: int, block: int, unit: int) -> int:
 def candidates(
     q, k, _v, variant: AttentionVariant, mask: AttentionMask = NO_MASK, *,
     score_mod: Mod | None = None, **_: Any,
-) -> list[Tiling]:  # fmt: skip
+) -> list[TpuFlashTiling]:  # fmt: skip
     """Return the tilings worth measuring for the arguments of `flash_attention`."""
     features = features_of_call(variant, mask, score_mod)
     blocks, first = features.block_mask, heuristic(q, k, features)
 
-    def fits(t: Tiling) -> bool:
+    def fits(t: TpuFlashTiling) -> bool:
         return blocks is None or (blocks.q_block % t.q_tile == 0 and blocks.k_block % t.k_tile == 0)
 
     sizes = [(m, b) for m in (128, 256, 512, 1024) for b in (128, 256, 512, 1024, 2048)]
     T, S = max(q.shape[1], LANES), max(k.shape[1], LANES)
-    found = [Tiling(m, b) for m, b in sizes if m * b <= 2**19 and m < 2 * T and b < 2 * S]
+    found = [TpuFlashTiling(m, b) for m, b in sizes if m * b <= 2**19 and m < 2 * T and b < 2 * S]
     return [first, *(t for t in found if t != first and fits(t))]
 
 
@@ -99,66 +104,68 @@ def flash_attention(
     q,  # [R, T, N, H]
     k,  # [R, S, K, H]
     v,  # [R, S, K, H]
-    given: Given,
-    rule: Rule,
+    arrays: FlashArrays,
+    rule: FlashRule,
     *,
-    tiling: Tiling | None = None,
+    tiling: TpuFlashTiling | None = None,
     interpret: Any = False,  # for tests: pltpu.InterpretParams()
 ):
-    """Declines (`NotImplementedError`) what Mosaic cannot compile."""
+    """Return (out, lse or None). Declines (`NotImplementedError`) what Mosaic cannot compile."""
     decline_closures(rule)
     if not interpret and jnp.float16 in (q.dtype, k.dtype):
         raise NotImplementedError("Mosaic loads no float16; use bfloat16 or float32")
     (R, T), S = q.shape[:2], k.shape[1]
     if tiling is None:
-        features = features_of(given, rule)
+        features = features_of(arrays, rule)
         key = key_of(q, k, features)
         tiling = tuned(heuristic(q, k, features), "flash_attention/tpu", key)
     M, B = tiling.q_tile, tiling.k_tile
-    if given.block_mask is not None:
-        M = _fit(M, given.block_mask.q_block, SUBLANES)
-        B = _fit(B, given.block_mask.k_block, LANES)
-    kinds = tile_kinds(rule, given, T, S, (M, B))
+    if arrays.block_mask is not None:
+        M = _fit(M, arrays.block_mask.q_block, SUBLANES)
+        B = _fit(B, arrays.block_mask.k_block, LANES)
+    kinds = tile_kinds(rule, arrays, T, S, (M, B))
     steps, counts = steps_of(kinds)
     if 4 * steps.size > MAX_STEP_BYTES:
         raise NotImplementedError(
             f"{steps.size} tiles of {M} x {B}; SMEM has room for {MAX_STEP_BYTES // 4}"
         )
-    plan = Plan(rule, (M, B), kinds.shape[3], kinds.shape[0] > 1, kinds.shape[1] > 1)
-    scalars = Scalars(
-        jnp.asarray(steps), jnp.asarray(counts), given.offsets(R), given.lengths(R, S),
-        *(None if x is None else x.astype(jnp.float32) for x in (given.sinks, given.alibi_slopes)),
+    plan = TpuFlashPlan(rule, (M, B), kinds.shape[3], kinds.shape[0] > 1, kinds.shape[1] > 1)
+    scalars = TpuFlashScalars(
+        jnp.asarray(steps), jnp.asarray(counts), arrays.offsets(R), arrays.lengths(R, S),
+        *(x if x is None else x.astype(jnp.float32) for x in (arrays.sinks, arrays.alibi_slopes)),
     )  # fmt: skip
     dtype = jnp.bfloat16 if q.dtype == k.dtype == jnp.bfloat16 else jnp.float32
-    operands = [*(x.astype(dtype) for x in (q, k, v)), *(given.hidden or (None, None))]
-    # An edge that sticks out of its array is left to Pallas; one tile larger than all of it is not.
+    operands = [*(x.astype(dtype) for x in (q, k, v)), *(arrays.hidden or (None, None))]
+    # Pallas handles a last tile that reaches past its array, but no tile larger than the array.
     pads = [max(M - T, 0), *[max(B - S, 0)] * 2]
     for n, pad in enumerate(pads):
         operands[n] = jnp.pad(operands[n], ((0, 0), (0, pad), (0, 0), (0, 0)))
-    if given.hidden is not None:
+    if arrays.hidden is not None:
         pad = ((0, 0), (0, 0), (0, max(B - S, 0)))
-        operands[3:] = [jnp.pad(x, pad) for x in given.hidden]
+        operands[3:] = [jnp.pad(x, pad) for x in arrays.hidden]
     out, lse = _call(plan, scalars, operands, counts.max(), interpret)
     return out[:, :T].astype(q.dtype), lse if lse is None else lse[:, :, 0, :T].swapaxes(1, 2)
 
 
-def _call(plan: Plan, scalars: Scalars, operands: list[Any], num_steps, interpret):
-    """The `pallas_call`: out [R, T', N, H], lse [R, N, 1, T'] or None."""
+def _call(plan: TpuFlashPlan, scalars: TpuFlashScalars, operands: list[Any], num_steps, interpret):
+    """Run the `pallas_call`: out [R, T', N, H], lse [R, N, 1, T'] or None."""
     q, k, v, start, end = operands
     (R, T, N, H), K, (M, B) = q.shape, k.shape[2], plan.tile
     present = [x for x in (*scalars, start, end) if x is not None]
     missing = [name for name in ("sinks", "slopes") if getattr(scalars, name) is None]
     missing += ["start", "end"] if start is None else []
     missing += [] if plan.rule.return_lse else ["lse"]
-    names = [name for name in Scalars._fields if name not in missing]
+    names = [name for name in TpuFlashScalars._fields if name not in missing]
     flat = H % LANES == 0
 
     def tile_at(row, head, index, *refs):
-        s = Scalars(**{**dict.fromkeys(Scalars._fields), **dict(zip(names, refs, strict=True))})
+        s = TpuFlashScalars(
+            **{**dict.fromkeys(TpuFlashScalars._fields), **dict(zip(names, refs, strict=True))}
+        )
         return plan.tiles(plan.step(s, row, head, index))
 
     def spec(size: int, axis: int, group: int):
-        """A tile of one head, of queries (axis 0) or keys (axis 1)."""
+        """Return the spec of a tile of one head, of queries (axis 0) or keys (axis 1)."""
         if flat:
             at = lambda row, head, *rest: (row, tile_at(row, head, *rest)[axis], head // group)
             return pl.BlockSpec((None, size, H), at)
@@ -166,13 +173,13 @@ def _call(plan: Plan, scalars: Scalars, operands: list[Any], num_steps, interpre
         return pl.BlockSpec((None, None, size, H), at)
 
     lay = lambda x: x.reshape(*x.shape[:2], -1) if flat else x.swapaxes(1, 2)
-    of_queries, of_keys = spec(M, 0, 1), spec(B, 1, N // K)
-    in_specs, inputs = [of_queries, of_keys, of_keys], [lay(x) for x in (q, k, v)]
+    queries_spec, keys_spec = spec(M, 0, 1), spec(B, 1, N // K)
+    in_specs, inputs = [queries_spec, keys_spec, keys_spec], [lay(x) for x in (q, k, v)]
     if start is not None:
         at = lambda row, head, *rest: (row, 0, tile_at(row, head, *rest)[1])
         in_specs += [pl.BlockSpec((None, start.shape[1], B), at)] * 2
         inputs += [start, end]
-    out_specs, out_shape = [of_queries], [jax.ShapeDtypeStruct(inputs[0].shape, q.dtype)]
+    out_specs, out_shape = [queries_spec], [jax.ShapeDtypeStruct(inputs[0].shape, q.dtype)]
     if plan.rule.return_lse:
         at = lambda row, head, *rest: (row, head, 0, tile_at(row, head, *rest)[0])
         out_specs += [pl.BlockSpec((None, None, 1, M), at)]

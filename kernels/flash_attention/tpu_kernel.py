@@ -1,7 +1,7 @@
 """The body of the TPU kernel: one step of a grid is one tile of queries by one of keys.
 
 The grid's last axis walks the steps of `blocks.steps_of`, so that no step is spent on a tile that
-nothing is seen of, and the pipeline runs on from one tile of queries into the next. The masks and
+no query sees, and the pipeline continues from one tile of queries to the next. The masks and
 scores, mods included, are the formula's own functions, traced into the kernel.
 """
 
@@ -13,17 +13,17 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from jaxinfer.kernels.flash_attention.rule import Rule, is_seen, scores
+from jaxinfer.kernels.flash_attention.rule import FlashRule, is_seen, scores
 
 LANES = 128
 # Below any score, and finite: exp(-inf - LOWEST) is 0 where -inf for both would give NaN.
 LOWEST = -1e30
 
 
-class Plan(NamedTuple):
+class TpuFlashPlan(NamedTuple):
     """What the kernel is compiled for."""
 
-    rule: Rule
+    rule: FlashRule
     tile: tuple[int, int]  # M queries, B keys
     num_k_tiles: int
     has_row_lists: bool  # lists differ by row
@@ -33,17 +33,18 @@ class Plan(NamedTuple):
         return (row if self.has_row_lists else 0), (head if self.has_head_lists else 0)
 
     def step(self, r: Any, row, head, index):
-        """The packed step; behind the last one that one again, so that nothing new is fetched."""
+        """Return the packed step; past the last one the last again, so that nothing new is
+        fetched."""
         at = self.list_of(row, head)
         return r.steps[(*at, jnp.minimum(index, r.counts[at] - 1))]
 
     def tiles(self, step):
-        """(tile of queries, tile of keys)"""
+        """Return (tile of queries, tile of keys)."""
         return jax.lax.div(step >> 4, self.num_k_tiles), jax.lax.rem(step >> 4, self.num_k_tiles)
 
 
-class Scalars(NamedTuple):
-    """In SMEM before the grid starts."""
+class TpuFlashScalars(NamedTuple):
+    """Arrays that are in SMEM before the grid starts."""
 
     steps: Any  # [R or 1, N or 1, steps]
     counts: Any  # [R or 1, N or 1]
@@ -53,7 +54,7 @@ class Scalars(NamedTuple):
     slopes: Any  # [N]
 
 
-class Refs(NamedTuple):
+class TpuFlashRefs(NamedTuple):
     q: Any  # [M, H]
     k: Any  # [B, H]
     v: Any  # [B, H]
@@ -66,12 +67,16 @@ class Refs(NamedTuple):
     acc: Any  # [M, H]
 
 
-def kernel(plan: Plan, missing: tuple[str, ...], *refs) -> None:
-    """Entry point: `refs` as in `Scalars` and `Refs`, without those named in `missing`."""
+def kernel(plan: TpuFlashPlan, missing: tuple[str, ...], *refs) -> None:
+    """Entry point: `refs` as in `TpuFlashScalars` and `TpuFlashRefs`, without those named in
+    `missing`."""
     given = iter(refs)
-    fields = (*Scalars._fields, *Refs._fields)
+    fields = (*TpuFlashScalars._fields, *TpuFlashRefs._fields)
     found = [None if name in missing else next(given) for name in fields]
-    s, r = Scalars(*found[: len(Scalars._fields)]), Refs(*found[len(Scalars._fields) :])
+    s, r = (
+        TpuFlashScalars(*found[: len(TpuFlashScalars._fields)]),
+        TpuFlashRefs(*found[len(TpuFlashScalars._fields) :]),
+    )
     row, head, index = (pl.program_id(axis) for axis in range(3))
     is_real = index < s.counts[plan.list_of(row, head)]
     step = plan.step(s, row, head, index)
@@ -98,8 +103,10 @@ def kernel(plan: Plan, missing: tuple[str, ...], *refs) -> None:
             r.lse[...] = jnp.swapaxes(lse, 0, 1)[:1]
 
 
-def _attend(plan: Plan, s: Scalars, r: Refs, row, head, step, *, is_cut: bool) -> None:
-    """One tile of keys into the running softmax (arXiv:2205.14135)."""
+def _attend(
+    plan: TpuFlashPlan, s: TpuFlashScalars, r: TpuFlashRefs, row, head, step, *, is_cut: bool
+) -> None:
+    """Add one tile of keys to the running softmax (arXiv:2205.14135)."""
     (M, B), rule = plan.tile, plan.rule
     i, j = plan.tiles(step)
     z = _dot(r.q[...], r.k[...], 1) * rule.scale
@@ -127,7 +134,7 @@ def _attend(plan: Plan, s: Scalars, r: Refs, row, head, step, *, is_cut: bool) -
 
 
 def _dot(a, b, contract: int):
-    """a [m, c] times b, whose axis `contract` is c; exact products, sums in float32."""
+    """Return a [m, c] times b, whose axis `contract` is c; exact products, sums in float32."""
     exact = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     dims = (((1,), (contract,)), ((), ()))
     return jax.lax.dot_general(a, b, dims, precision=exact, preferred_element_type=jnp.float32)

@@ -1,4 +1,4 @@
-"""A mask_mod or score_mod as a Triton function: its jaxpr, line by line.
+"""Translate a mask_mod or score_mod to a Triton function: its jaxpr, line by line.
 
 A mod is elementwise, so it is traced on scalars; each equation becomes one line of Triton, which
 broadcasts where the kernel calls the function with tiles. Operations that are not in the tables
@@ -81,47 +81,47 @@ _CALLS = ("pjit", "jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "r
 
 
 def mask_function(mask_mod: Mod) -> Any:
-    """(row, head, q_position, k_position) -> bool, under `triton.jit`."""
+    """Return (row, head, q_position, k_position) -> bool, under `triton.jit`."""
     return _compiled(source_of(mask_mod, "mask_mod"), "mask_mod")
 
 
 def score_function(score_mod: Mod) -> Any:
-    """(score, row, head, q_position, k_position) -> float32 score, under `triton.jit`."""
+    """Return (score, row, head, q_position, k_position) -> float32 score, under `triton.jit`."""
     return _compiled(source_of(score_mod, "score_mod"), "score_mod")
 
 
 def source_of(mod: Mod, name: str) -> str:
-    """The text of a function `name`, to stand under `triton.jit`.
+    """Return the source of a function `name` for `triton.jit`.
 
-    Raises `NotImplementedError` for what the text cannot say: operations without a line in the
-    tables, arrays that the mod closes over, values that are not one number an element.
+    Raises `NotImplementedError` for what the source cannot express: operations without a line in
+    the tables, arrays that the mod closes over, values that are not one number an element.
     """
-    of_score = ("score",) if name == "score_mod" else ()
-    score = [jax.ShapeDtypeStruct((), jnp.float32)] * len(of_score)
+    score_args = ("score",) if name == "score_mod" else ()
+    score = [jax.ShapeDtypeStruct((), jnp.float32)] * len(score_args)
     closed = jax.make_jaxpr(mod)(*score, *[jax.ShapeDtypeStruct((), jnp.int32)] * len(INDICES))
     if closed.consts:
         raise NotImplementedError(f"{name} closes over arrays; Triton takes constants and indices")
     if len(closed.out_avals) != 1 or closed.out_avals[0].shape != ():
         raise NotImplementedError(f"{name} gives {closed.out_avals}, not one number an element")
     writer = _Writer(name)
-    (result,) = writer.write(closed.jaxpr, [*of_score, *INDICES])
+    (result,) = writer.write(closed.jaxpr, [*score_args, *INDICES])
     if isinstance(closed.jaxpr.outvars[0], Literal):
         raise NotImplementedError(f"{name} is the constant {result}; leave it out")
     as_type = "tl.int1" if name == "mask_mod" else "tl.float32"
     lines = [*writer.lines, f"return ({result}).to({as_type})"]
-    header = f"def {name}({', '.join([*of_score, *INDICES])}):"
+    header = f"def {name}({', '.join([*score_args, *INDICES])}):"
     return "\n".join([header, *("    " + line for line in lines)]) + "\n"
 
 
 class _Writer:
-    """The lines written so far; names are given in order."""
+    """The lines written so far; results are named in order."""
 
     def __init__(self, mod_name: str):
         self.mod_name = mod_name
         self.lines: list[str] = []
 
     def write(self, jaxpr: Any, arguments: list[str]) -> list[str]:
-        """Append the equations of `jaxpr`; the names, or literals, of its results."""
+        """Append the equations of `jaxpr` and return the names, or literals, of its results."""
         names = dict(zip(jaxpr.invars, arguments, strict=True))
 
         def name_of(var: Any) -> str:
@@ -201,9 +201,10 @@ def _literal(value: Any, dtype: Any) -> str:
 
 @functools.cache
 def _compiled(source: str, name: str) -> Any:
-    """The function of a text: one object a text, since compiled kernels are kept by it.
+    """Return the function of a source: one object for each, since compiled kernels are cached by
+    it.
 
-    Triton reads a function's text through `inspect`, which asks `linecache`.
+    Triton reads a function's source through `inspect`, which uses `linecache`.
     """
     import triton
     import triton.language as tl

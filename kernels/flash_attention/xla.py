@@ -1,4 +1,4 @@
-"""Flash attention in plain JAX: online softmax over tiles of keys, those that are seen alone.
+"""Flash attention in plain JAX: online softmax over those tiles of keys that are seen.
 
 One loop over (row, tile of queries), all heads together; where the mask differs by head, over
 (row, head, tile). Each walks first the tiles of keys that need no mask, then those that do. Formula
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.kernels.flash_attention.blocks import fit, tile_kinds, walk_of
-from jaxinfer.kernels.flash_attention.rule import Given, Rule, is_seen, scores
+from jaxinfer.kernels.flash_attention.rule import FlashArrays, FlashRule, is_seen, scores
 
 TILE = (128, 256)  # queries, keys
 
@@ -22,15 +22,15 @@ LOWEST = -1e30
 
 
 class _Call(NamedTuple):
-    """Operands laid out for the walk; G' is G, or 1 where heads are taken one by one."""
+    """Operands laid out for the loop."""
 
     q: jax.Array  # [R, K, G, T', H], T' and S' whole tiles
     k: jax.Array  # [R, K, S', H]
     v: jax.Array  # [R, K, S', H]
     offsets: jax.Array  # [R]
     lengths: jax.Array  # [R]
-    given: Given
-    rule: Rule
+    arrays: FlashArrays
+    rule: FlashRule
     tile: tuple[int, int]
 
 
@@ -38,36 +38,36 @@ def flash_attention(
     q,  # [R, T, N, H]
     k,  # [R, S, K, H]
     v,  # [R, S, K, H]
-    given: Given,
-    rule: Rule,
+    arrays: FlashArrays,
+    rule: FlashRule,
     *,
     tile: tuple[int, int] = TILE,
 ):
     R, T, N, H = q.shape
     S, K = k.shape[1:3]
-    mask, G = given.block_mask, N // K
+    mask, G = arrays.block_mask, N // K
     M = fit(min(tile[0], T), mask.q_block if mask else None)
     B = fit(min(tile[1], S), mask.k_block if mask else None)
-    kinds = tile_kinds(rule, given, T, S, (M, B))
+    kinds = tile_kinds(rule, arrays, T, S, (M, B))
     walk = jax.tree.map(jnp.asarray, walk_of(kinds))
     rows, heads, TQ, TK = kinds.shape
     pad = lambda x, size: jnp.pad(x, ((0, 0), (0, size - x.shape[1]), (0, 0), (0, 0)))
-    if given.hidden is not None:
+    if arrays.hidden is not None:
         wide = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, TK * B - S)))
-        given = given._replace(hidden=jax.tree.map(wide, given.hidden))
+        arrays = arrays._replace(hidden=jax.tree.map(wide, arrays.hidden))
     call = _Call(
         jnp.moveaxis(pad(q, TQ * M).reshape(R, TQ * M, K, G, H), 1, 3),
         pad(k, TK * B).swapaxes(1, 2),
         pad(v, TK * B).swapaxes(1, 2),
-        given.offsets(R),
-        given.lengths(R, S),
-        given,
+        arrays.offsets(R),
+        arrays.lengths(R, S),
+        arrays,
         rule,
         (M, B),
     )
     units = R * (N if heads > 1 else 1)
 
-    def turn(u, carry):
+    def attend_tile(u, carry):
         out, lse = carry
         unit, i = u // TQ, u % TQ
         row = unit // N if heads > 1 else unit
@@ -80,24 +80,25 @@ def flash_attention(
         return out, jax.lax.dynamic_update_slice(lse, tile_lse[None], start)
 
     empty = (jnp.zeros_like(call.q), jnp.zeros(call.q.shape[:-1], jnp.float32))
-    out, lse = jax.lax.fori_loop(0, units * TQ, turn, empty)
+    out, lse = jax.lax.fori_loop(0, units * TQ, attend_tile, empty)
     out = jnp.moveaxis(out, 3, 1).reshape(R, TQ * M, N, H)[:, :T]
     lse = jnp.moveaxis(lse, 3, 1).reshape(R, TQ * M, N)[:, :T]
     return out, lse if rule.return_lse else None
 
 
 def _attend(call: _Call, lists, row, head, i, *, all_heads: bool):
-    """One tile of queries of one row, of all heads or of one: ([K, G, M, H], lse [K, G, M])."""
+    """Attend from one tile of queries of one row, all heads or one: ([K, G, M, H], lse [K, G,
+    M])."""
     num_whole, num_tiles, tiles = lists
     (M, B), (_, K, G, _, H), rule = call.tile, call.q.shape, call.rule
     start = (row, head // G, head % G, i * M, 0)
     sizes = (K, G) if all_heads else (1, 1)
     heads = jnp.arange(K * G, dtype=jnp.int32).reshape(K, G) if all_heads else head.reshape(1, 1)
-    of_head = lambda x: x.astype(jnp.float32)[heads][..., None, None]
+    per_head = lambda x: x.astype(jnp.float32)[heads][..., None, None]
     exact = jax.lax.Precision.HIGHEST if call.q.dtype == jnp.float32 else None
     q = jax.lax.dynamic_slice(call.q, start, (1, *sizes, M, H))[0].astype(jnp.float32)
     q_position = call.offsets[row] + i * M + jnp.arange(M, dtype=jnp.int32)[:, None]
-    slopes = None if call.given.alibi_slopes is None else of_head(call.given.alibi_slopes)
+    slopes = None if call.arrays.alibi_slopes is None else per_head(call.arrays.alibi_slopes)
     length = call.lengths[row]
 
     def read(x, j):  # [K, B, H]
@@ -111,7 +112,7 @@ def _attend(call: _Call, lists, row, head, i, *, all_heads: bool):
         z = scores(rule, z, row, heads[..., None, None], q_position, s, slopes)
         v_tile = read(call.v, j)
         if is_cut:
-            intervals = _intervals(call.given.hidden, row, j * B, B)
+            intervals = _intervals(call.arrays.hidden, row, j * B, B)
             at = (row, heads[..., None, None], q_position, s)
             z = jnp.where(is_seen(rule, *at, length, intervals), z, -jnp.inf)
             v_tile = jnp.where((s < length)[:, None], v_tile, 0)  # 0 times NaN would be NaN
@@ -120,8 +121,8 @@ def _attend(call: _Call, lists, row, head, i, *, all_heads: bool):
         new = jnp.einsum("kgms,ksh->kgmh", weight, v_tile, precision=exact)
         return new_top, total * fade + weight.sum(axis=-1, keepdims=True), acc * fade + new
 
-    if call.given.sinks is not None:  # one more score, without a value
-        top = jnp.broadcast_to(of_head(call.given.sinks), (*sizes, M, 1))
+    if call.arrays.sinks is not None:  # one more score, without a value
+        top = jnp.broadcast_to(per_head(call.arrays.sinks), (*sizes, M, 1))
         total = jnp.ones_like(top)
     else:
         top = jnp.full((*sizes, M, 1), LOWEST, jnp.float32)
@@ -136,7 +137,7 @@ def _attend(call: _Call, lists, row, head, i, *, all_heads: bool):
 
 
 def _intervals(hidden, row, first, size: int):
-    """The pairs (start, end) of a tile's keys, [B] each."""
+    """Return the pairs (start, end) of a tile's keys, [B] each."""
     if hidden is None:
         return ()
     read = lambda x, c: jax.lax.dynamic_slice(x, (row, c, first), (1, 1, size))[0, 0]

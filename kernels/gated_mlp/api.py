@@ -1,4 +1,4 @@
-"""The gated half of a feed-forward layer: the front door.
+"""The gated half of a feed-forward layer: signature, formula, contract and checks.
 
     out = act(x @ gate_up[0] + bias[0]) * (x @ gate_up[1] + bias[1])
 
@@ -39,12 +39,12 @@ def gated_mlp(
     bias: Float[Array, "rows columns"] | None = None,
     backend: str | None = None,
 ) -> Float[Array, "T F"]:
-    """`act(x @ gate) * (x @ up)`; formula and layout in the module's text.
+    """Return `act(x @ gate) * (x @ up)`; formula and layout in the module's text.
 
-    Sums, bias and activation are float32 (`xla` alone rounds the sums to x's dtype before them: so
-    XLA's products are fast everywhere), the result has x's dtype. `activation` is one of
+    Sums, bias and activation are float32 (only `xla` rounds the sums to x's dtype before them,
+    which keeps XLA's products fast everywhere), the result has x's dtype. `activation` is one of
     `ACTIVATIONS`; `bias` is [2, F]. A `QuantArray` of shape [2, D, F] is dequantized on the way to
-    the product. Where the TPU kernel saves nothing (`tpu.saves_nothing`) it is taken by name alone.
+    the product. Where the TPU kernel saves nothing (`tpu.saves_nothing`) it is used only by name.
     Raises `ValueError` for shapes that do not fit together or an unknown activation.
     """
     _check(x, gate_up, activation, bias)

@@ -33,12 +33,12 @@ from jaxinfer.kernels.tuning import tuned
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiling:
-    """How a call is cut."""
+class GpuGatedTiling:
+    """How a call is divided."""
 
-    tokens: int  # of a program
-    rows: int  # of the weight as it is stored, a step of the product
-    columns: int  # of F a program, of the gate and of the up projection each
+    tokens: int  # tokens of a program
+    rows: int  # rows of the weight, as stored, in a step of the product
+    columns: int  # columns of F of a program, in the gate and in the up projection each
     num_warps: int = 4
     num_stages: int = 3
 
@@ -50,8 +50,8 @@ class Tiling:
         check_schedule(self.num_warps, self.num_stages)
 
 
-def heuristic(x, gate_up) -> Tiling:
-    """A tiling from shapes, types and the chip.
+def heuristic(x, gate_up) -> GpuGatedTiling:
+    """Return a tiling from shapes, types and the chip.
 
     Few tokens: the weights stream, so narrow tiles, of which there are some for every
     multiprocessor (F = 14336: 448 of 32 columns for 132), and deep steps kept in flight. Many:
@@ -59,24 +59,26 @@ def heuristic(x, gate_up) -> Tiling:
     """
     T, rows = x.shape[0], most_rows(gate_up)
     tokens = max(LEAST, min(128, 1 << (T - 1).bit_length()))
-    if x.dtype.itemsize > 2:  # no tensor cores: what a thread sums must stay in its registers
-        return Tiling(min(tokens, 32), min(rows, 32), 32)
-    # Of four bits, a step is twice the tiles, and they are dequantized in registers.
+    if x.dtype.itemsize > 2:  # no tensor cores: the sums of a thread must stay in its registers
+        return GpuGatedTiling(min(tokens, 32), min(rows, 32), 32)
+    # With four bits, a step has twice the tiles, and they are dequantized in registers.
     is_packed = getattr(gate_up, "bits", 8) == 4
     if tokens <= 32:
         rows = min(rows, 64) if is_packed else rows
-        return Tiling(tokens, rows, _columns(32, gate_up), num_stages=4)
+        return GpuGatedTiling(tokens, rows, _columns(32, gate_up), num_stages=4)
     if tokens == 64:
         rows, most = (min(rows, 32), 32) if is_packed else (min(rows, 64), 64)
-        return Tiling(64, rows, _columns(most, gate_up), num_stages=4)
+        return GpuGatedTiling(64, rows, _columns(most, gate_up), num_stages=4)
     if has_wide_tiles() and not is_packed:
-        return Tiling(128, min(rows, 64), 128, num_warps=8)
+        return GpuGatedTiling(128, min(rows, 64), 128, num_warps=8)
     columns = 32 if is_packed and not has_wide_tiles() else 64
-    return Tiling(128, min(rows, 32), columns, num_warps=8, num_stages=3 if is_packed else 4)
+    return GpuGatedTiling(
+        128, min(rows, 32), columns, num_warps=8, num_stages=3 if is_packed else 4
+    )
 
 
 def _columns(most: int, gate_up) -> int:
-    """`most`, or as few as give each multiprocessor a tile of F (3584 in 132: 16)."""
+    """Return `most`, or so few that each multiprocessor has a tile of F (3584 in 132: 16)."""
     F = shape_of(gate_up)[2]
     while most > LEAST and F // most < MULTIPROCESSORS:
         most //= 2
@@ -84,14 +86,14 @@ def _columns(most: int, gate_up) -> int:
 
 
 def tiling_key(x, gate_up, **options: Any) -> str:
-    """What a measured tiling is for."""
+    """Return the key of a measured tiling."""
     _, D, F = shape_of(gate_up)
     bits = getattr(gate_up, "bits", x.dtype.itemsize * 8)
     return f"T={x.shape[0]} D={D} F={F} bits={bits} {x.dtype.name}"
 
 
-def candidates(x, gate_up, **options: Any) -> list[Tiling]:
-    """The tilings worth measuring for a call."""
+def candidates(x, gate_up, **options: Any) -> list[GpuGatedTiling]:
+    """Return the tilings worth measuring for a call."""
     own, most = heuristic(x, gate_up), most_rows(gate_up)
     found = [own]
     for columns in (16, 32, 64, 128):
@@ -100,7 +102,7 @@ def candidates(x, gate_up, **options: Any) -> list[Tiling]:
                 tile = own.tokens * rows + 2 * rows * columns
                 num_warps = 8 if own.tokens * columns >= 128 * 64 else 4
                 if num_stages * tile * x.dtype.itemsize <= 160 * 1024:
-                    found.append(Tiling(own.tokens, rows, columns, num_warps, num_stages))
+                    found.append(GpuGatedTiling(own.tokens, rows, columns, num_warps, num_stages))
     return list(dict.fromkeys(found))
 
 
@@ -110,11 +112,11 @@ def gated_mlp(
     *,
     activation,
     bias,  # [2, F] or None
-    tiling: Tiling | None = None,
+    tiling: GpuGatedTiling | None = None,
     launch: Launcher = jax_triton,
 ):
-    """Declines (`NotImplementedError`) where Triton is not installed, and weights that it does not
-    read."""
+    """Return [T, F]. Declines (`NotImplementedError`) where Triton is not installed, and weights
+    that it does not read."""
     require_triton()
     check_weight(gate_up, x)
     from jaxinfer.kernels.gated_mlp import gpu_kernel

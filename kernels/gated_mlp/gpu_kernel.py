@@ -1,4 +1,4 @@
-"""The Triton kernel of the gated half of a feed-forward layer; what it is for: `gpu.py`."""
+"""The Triton kernel of the gated half of a feed-forward layer; see `gpu.py`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxinfer.kernels.grouped_matmul.gpu_weights import (
 
 
 @triton.jit
-@no_type_check  # a checker of types would wrap it, and Triton compiles a function's source
+@no_type_check  # a type checker would wrap it, and Triton compiles a function's source
 def activated(x, ACTIVATION: tl.constexpr):
     if ACTIVATION == "silu":
         return x * tl.sigmoid(x)

@@ -40,20 +40,20 @@ ROWS = 16  # tokens of a register of bfloat16
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiling:
-    """How a call is cut."""
+class TpuGatedTiling:
+    """How a call is divided."""
 
-    tokens: int  # of a tile
-    rows: int  # of D, whole tiles of which cover it
-    columns: int  # of F
+    tokens: int  # tokens of a tile
+    rows: int  # rows of D of a tile; whole tiles cover D
+    columns: int  # columns of F of a tile
 
     def __post_init__(self):
         if self.tokens % ROWS or self.tokens < 1:
             raise ValueError(f"tokens {self.tokens} is no multiple of {ROWS}")
 
 
-def heuristic(x, gate_up) -> Tiling:
-    """A tiling from shapes, types and the chip.
+def heuristic(x, gate_up) -> TpuGatedTiling:
+    """Return a tiling from shapes, types and the chip.
 
     Few tokens: weights stream, so tiles of about 4 MiB, the whole of D where that fits, and no sums
     are kept between steps. Many tokens: 2 c t / (t + 2 c) operations a byte for tiles of t tokens
@@ -66,41 +66,45 @@ def heuristic(x, gate_up) -> Tiling:
     columns = min(-(-F // LANES) * LANES, 256 if tokens <= 128 else 512)
     room = (2 if is_small else 4) * MEBI
     most = room // (2 * columns * x.dtype.itemsize)
-    return Tiling(tokens, rows_for(gate_up, min(most, 2048 if tokens > 128 else most)), columns)
+    return TpuGatedTiling(
+        tokens, rows_for(gate_up, min(most, 2048 if tokens > 128 else most)), columns
+    )
 
 
 def tiling_key(x, gate_up, **options: Any) -> str:
-    """What a measured tiling is for."""
+    """Return the key of a measured tiling."""
     _, D, F = shape_of(gate_up)
     bits = getattr(gate_up, "bits", x.dtype.itemsize * 8)
     return f"T={x.shape[0]} D={D} F={F} bits={bits} {x.dtype.name}"
 
 
-def candidates(x, gate_up, **options: Any) -> list[Tiling]:
-    """The tilings worth measuring for a call."""
+def candidates(x, gate_up, **options: Any) -> list[TpuGatedTiling]:
+    """Return the tilings worth measuring for a call."""
     return [t for t in _search(x, gate_up) if vmem_bytes(t, x, gate_up) <= room()]
 
 
-def _search(x, gate_up) -> Iterator[Tiling]:
+def _search(x, gate_up) -> Iterator[TpuGatedTiling]:
     T, F = x.shape[0], shape_of(gate_up)[2]
     all_tokens = -(-T // ROWS) * ROWS
     for tokens in {min(all_tokens, most) for most in (256, 512, 1024)}:
         for rows in {rows_for(gate_up, most) for most in (512, 1024, 2048, 4096)}:
             for columns in (128, 256, 512, 1024):
                 if columns <= F:
-                    yield Tiling(tokens, rows, columns)
+                    yield TpuGatedTiling(tokens, rows, columns)
 
 
 def saves_nothing(x, gate_up) -> bool:
-    """Whether XLA is no worse: it keeps a small product in VMEM between its launches, of which it
-    has as many (docs/fusion.md). Of quantized weights the kernel spares the wide ones."""
+    """Return whether XLA is no worse: it keeps a small product in VMEM between its launches, and
+    has no more of them (docs/fusion.md). With quantized weights the kernel avoids writing wide
+    ones."""
     if isinstance(gate_up, QuantArray) or device_kind() not in KEEP_PRODUCTS:
         return False
     return 2 * x.shape[0] * gate_up.shape[2] * x.dtype.itemsize <= KEPT_BYTES
 
 
-def vmem_bytes(tiling: Tiling, x, gate_up) -> int:
-    """Two buffers of every block, the sums, and the activation's float32 tiles."""
+def vmem_bytes(tiling: TpuGatedTiling, x, gate_up) -> int:
+    """Return the bytes of two buffers of every block, the sums, and the activation's float32
+    tiles."""
     rows, columns = tiling.rows, tiling.columns
     weight = tile_of(gate_up, 2, rows, columns).vmem_bytes(gate_up)
     blocks = 2 * tiling.tokens * (rows + columns) * x.dtype.itemsize
@@ -113,10 +117,10 @@ def gated_mlp(
     *,
     activation,
     bias,  # [2, F] or None
-    tiling: Tiling | None = None,
+    tiling: TpuGatedTiling | None = None,
     interpret: Any = False,  # for tests: pltpu.InterpretParams()
 ):
-    """Declines (`NotImplementedError`) what Mosaic cannot compile."""
+    """Return [T, F]. Declines (`NotImplementedError`) what Mosaic cannot compile."""
     tiling = tiling or tuned(heuristic(x, gate_up), "gated_mlp/tpu", tiling_key(x, gate_up))
     T, (_, D, F) = x.shape[0], shape_of(gate_up)
     if D % tiling.rows:

@@ -1,4 +1,4 @@
-"""Rows by the matrix of their group: the front door.
+"""Grouped products, rows by the matrix of their group: signature, formula, contract and checks.
 
 The rows of x lie group by group, as a mixture of experts sorts its tokens (Switch Transformers,
 arXiv:2101.03961; grouped products, MegaBlocks, arXiv:2211.15841):
@@ -38,7 +38,7 @@ def grouped_matmul(
     *,
     backend: str | None = None,
 ) -> Float[Array, "T F"]:
-    """Each row of x by the matrix of its group; formula in the module's text.
+    """Multiply each row of x by the matrix of its group; formula in the module's text.
 
     Sums are float32, the result has x's dtype. `group_sizes` [E] are not negative and their sum is
     at most T. A `QuantArray` of shape [E, D, F] is dequantized on the way to the product. Raises

@@ -1,4 +1,4 @@
-"""The Triton kernel of grouped products; what it is for: `gpu.py`."""
+"""The Triton kernel of grouped products; see `gpu.py`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from jaxinfer.kernels.grouped_matmul.gpu_weights import (
 
 
 @triton.jit
-@no_type_check  # a checker of types would wrap it, and Triton compiles a function's source
+@no_type_check  # a type checker would wrap it, and Triton compiles a function's source
 def item_of(sizes_ptr, T, E: tl.constexpr, PADDED_E: tl.constexpr, BLOCK_T: tl.constexpr):
-    """This program's group, whether it is one, and its rows, from the sizes alone: tiles are
-    numbered group by group, and those of the rows of no group come last."""
+    """Return this program's group, whether it has one, and its rows, from the sizes alone.
+
+    Tiles are numbered group by group; those of rows of no group come last.
+    """
     item = tl.program_id(0)
     experts = tl.arange(0, PADDED_E)
     sizes = tl.load(sizes_ptr + experts, mask=experts < E, other=0)

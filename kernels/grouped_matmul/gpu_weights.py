@@ -13,9 +13,9 @@ import triton.language as tl
 
 
 @triton.jit
-@no_type_check  # a checker of types would wrap it, and Triton compiles a function's source
+@no_type_check  # a type checker would wrap it, and Triton compiles a function's source
 def low_row(step, BLOCK_D: tl.constexpr, HALF: tl.constexpr):
-    """The row of D at which a step begins; HALF is 0 where a stored row is a row."""
+    """Return the row of D at which a step begins; HALF is 0 where a stored row is a row of D."""
     first = step * BLOCK_D
     if HALF > 0:
         first = first // HALF * (2 * HALF) + first % HALF
@@ -25,9 +25,9 @@ def low_row(step, BLOCK_D: tl.constexpr, HALF: tl.constexpr):
 @triton.jit
 @no_type_check
 def activation_tile(x_ptr, rows, is_row, first, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """x[rows, first : first + BLOCK_D], zeros outside.
+    """Load x[rows, first : first + BLOCK_D], zeros outside.
 
-    Rows begin at 64 bits: 131,072 of 28,672 numbers are 3.8e9.
+    Row offsets need 64 bits: 131,072 rows of 28,672 numbers are 3.8e9.
     """
     k = first + tl.arange(0, BLOCK_D)
     mask = is_row[:, None]
@@ -48,12 +48,12 @@ def stored_tile(
     F: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Stored rows of a step, zeros outside; `w_ptr` points to the matrix."""
+    """Load the stored rows of a step, zeros outside; `w_ptr` points to the matrix."""
     row = tl.arange(0, BLOCK_D)
     mask = is_column[None, :]
     if STORED % BLOCK_D != 0:
         mask = mask & (row < STORED - step * BLOCK_D)[:, None]
-    # One number of 64 bits a step; inside a tile 32 are enough.
+    # One 64-bit offset a step; inside a tile 32 bits are enough.
     w_ptr += tl.cast(step * BLOCK_D, tl.int64) * F
     return tl.load(w_ptr + row[:, None] * F + columns[None, :], mask=mask, other=0)
 
@@ -72,7 +72,7 @@ def dequantized(
     MIDDLE: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
 ):
-    """(values - zeros) * scales in float32, all rows being of the group that row `first` is in."""
+    """Return (values - zeros) * scales in float32; all rows are in the group of row `first`."""
     at = first // GROUP_SIZE * F + columns
     scales = tl.load(scales_ptr + at, mask=is_column, other=0.0).to(tl.float32)
     wide = values.to(tl.float32)
@@ -85,5 +85,5 @@ def dequantized(
 @triton.jit
 @no_type_check
 def product(sums, x, w, PRECISION: tl.constexpr):
-    """sums + x @ w, in x's type."""
+    """Return sums + x @ w, with w in x's type."""
     return tl.dot(x, w.to(x.dtype), sums, input_precision=PRECISION)

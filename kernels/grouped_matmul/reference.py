@@ -1,4 +1,4 @@
-"""Rows by the matrix of their group, the obvious way: every row with every matrix.
+"""Grouped products, the obvious way: every row with every matrix.
 
 Computes in float64 where JAX has it switched on, float32 otherwise. Cost: E times that of one
 product of all rows. Formula: `api.py`.

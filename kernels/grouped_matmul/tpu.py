@@ -1,9 +1,9 @@
-"""Rows by the matrix of their group on TPUs: one Pallas (Mosaic) kernel.
+"""Grouped products on TPUs: one Pallas (Mosaic) kernel.
 
 Formula: `api.py`. Row tiles lie where the array's tiles do, so a tile may hold rows of several
 groups. The grid walks items, pairs of a row tile and a group with rows in it, in the order of the
 rows: each multiplies the whole tile with its group's matrix and keeps the rows that are the
-group's. Items of one tile follow one another, so the result's tile stays in VMEM between them;
+group's. GroupItems of one tile follow one another, so the result's tile stays in VMEM between them;
 items of one group do too, so with D in one tile its matrix is read once.
 """
 
@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxinfer.kernels.dispatch import device_kind
-from jaxinfer.kernels.grouped_matmul.tpu_items import Items, work_list
+from jaxinfer.kernels.grouped_matmul.tpu_items import GroupItems, work_list
 from jaxinfer.kernels.grouped_matmul.tpu_weights import (
     LANES,
     WeightTile,
@@ -39,20 +39,20 @@ ROWS = 16  # tokens of a register of bfloat16
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiling:
-    """How a call is cut."""
+class TpuGroupedTiling:
+    """How a call is divided."""
 
-    tokens: int  # of a tile
-    rows: int  # of D, whole tiles of which cover it
-    columns: int  # of F
+    tokens: int  # tokens of a tile
+    rows: int  # rows of D of a tile; whole tiles cover D
+    columns: int  # columns of F of a tile
 
     def __post_init__(self):
         if self.tokens % ROWS or self.tokens < 1:
             raise ValueError(f"tokens {self.tokens} is no multiple of {ROWS}")
 
 
-def heuristic(x, weights) -> Tiling:
-    """A tiling from shapes, types and the chip.
+def heuristic(x, weights) -> TpuGroupedTiling:
+    """Return a tiling from shapes, types and the chip.
 
     Row tiles of about a group's even share, since a tile is multiplied once for each group in it;
     128 at least, the rows that a matrix unit takes at once. Weight tiles of about 4 MiB, the whole
@@ -66,32 +66,32 @@ def heuristic(x, weights) -> Tiling:
     cores = 2 if device_kind() in MEGACORE else 1
     columns = min(columns, -(-F // (cores * LANES)) * LANES)
     most = (2 if is_small else 4) * MEBI // (columns * x.dtype.itemsize)
-    return Tiling(tokens, rows_for(weights, most), columns)
+    return TpuGroupedTiling(tokens, rows_for(weights, most), columns)
 
 
 def tiling_key(x, weights, group_sizes, **options: Any) -> str:
-    """What a measured tiling is for."""
+    """Return the key of a measured tiling."""
     E, D, F = shape_of(weights)
     bits = getattr(weights, "bits", x.dtype.itemsize * 8)
     return f"T={x.shape[0]} E={E} D={D} F={F} bits={bits} {x.dtype.name}"
 
 
-def candidates(x, weights, group_sizes, **options: Any) -> list[Tiling]:
-    """The tilings worth measuring for a call."""
+def candidates(x, weights, group_sizes, **options: Any) -> list[TpuGroupedTiling]:
+    """Return the tilings worth measuring for a call."""
     return [t for t in _search(x, weights) if vmem_bytes(t, x, weights) <= room()]
 
 
-def _search(x, weights) -> Iterator[Tiling]:
+def _search(x, weights) -> Iterator[TpuGroupedTiling]:
     all_tokens = -(-x.shape[0] // ROWS) * ROWS
     for tokens in sorted({min(all_tokens, most) for most in (64, 128, 256, 512)}):
         for rows in sorted({rows_for(weights, most) for most in (512, 1024, 2048, 4096)}):
             for columns in (128, 256, 512, 1024):
                 if columns <= shape_of(weights)[2]:
-                    yield Tiling(tokens, rows, columns)
+                    yield TpuGroupedTiling(tokens, rows, columns)
 
 
-def vmem_bytes(tiling: Tiling, x, weights) -> int:
-    """Two buffers of every block, the sums and the product."""
+def vmem_bytes(tiling: TpuGroupedTiling, x, weights) -> int:
+    """Return the bytes of two buffers of every block, the sums and the product."""
     rows, columns = tiling.rows, tiling.columns
     weight = tile_of(weights, None, rows, columns).vmem_bytes(weights)
     blocks = 2 * tiling.tokens * (rows + columns) * x.dtype.itemsize
@@ -103,10 +103,10 @@ def grouped_matmul(
     weights,  # [E, D, F]
     group_sizes,  # [E]
     *,
-    tiling: Tiling | None = None,
+    tiling: TpuGroupedTiling | None = None,
     interpret: Any = False,  # for tests: pltpu.InterpretParams()
 ):
-    """Declines (`NotImplementedError`) what Mosaic cannot compile."""
+    """Return [T, F]. Declines (`NotImplementedError`) what Mosaic cannot compile."""
     key = tiling_key(x, weights, group_sizes)
     tiling = tiling or tuned(heuristic(x, weights), "grouped_matmul/tpu", key)
     T, (_, D, F) = x.shape[0], shape_of(weights)
@@ -119,15 +119,15 @@ def grouped_matmul(
     items = work_list(group_sizes, T, tiling.tokens, interpret)
 
     def step_of(i, d, items):
-        """An item without rows asks for what is there already."""
+        """Return the weight tile of a step; an item without rows keeps the tile that is loaded."""
         return jnp.where(items.first[i] < items.end[i], d, num_steps - 1)
 
-    def of_x(f, i, d, *refs):
-        items = Items(*refs)
+    def x_at(f, i, d, *refs):
+        items = GroupItems(*refs)
         return items.tile[i], step_of(i, d, items)
 
-    def of_weights(f, i, d, *refs):
-        items = Items(*refs)
+    def weights_at(f, i, d, *refs):
+        items = GroupItems(*refs)
         return items.group[i], step_of(i, d, items), f
 
     return pl.pallas_call(
@@ -136,8 +136,8 @@ def grouped_matmul(
             num_scalar_prefetch=len(items),
             grid=(pl.cdiv(F, tiling.columns), items.tile.shape[0], num_steps),
             in_specs=[
-                pl.BlockSpec((tiling.tokens, tiling.rows), of_x),
-                *tile.specs(of_weights),
+                pl.BlockSpec((tiling.tokens, tiling.rows), x_at),
+                *tile.specs(weights_at),
             ],
             out_specs=pl.BlockSpec(
                 (tiling.tokens, tiling.columns), lambda f, i, d, tiles, *_: (tiles[i], f)
@@ -156,7 +156,7 @@ def grouped_matmul(
 
 
 def _cost(x, weights) -> pl.CostEstimate:
-    """As if each row met one matrix, and each matrix a row."""
+    """Return the cost as if each row met one matrix, and each matrix a row."""
     T, (E, D, F) = x.shape[0], shape_of(weights)
     size = lambda a: math.prod(a.shape) * a.dtype.itemsize
     read = size(x) + sum(map(size, operands(weights))) * min(T, E) // E
@@ -166,7 +166,7 @@ def _cost(x, weights) -> pl.CostEstimate:
 
 
 def _kernel(tile: WeightTile, tokens: int, num_steps: int, *refs) -> None:
-    items = Items(*refs[:4])
+    items = GroupItems(*refs[:4])
     x_ref = refs[4]  # [tokens, rows]
     weight_refs = refs[5 : 5 + tile.num_operands]  # [rows, columns]
     out_ref = refs[5 + tile.num_operands]  # [tokens, columns]

@@ -2,7 +2,7 @@
 
 The weight has one axis in front (experts; gate and up). Its arrays are the operands of a
 `pallas_call`: the weight alone, or values, scales and zeros of a `QuantArray`, whose tile becomes
-numbers of the activations' type in VMEM, so that HBM gives up the narrow ones alone.
+numbers of the activations' type in VMEM, so that only the narrow ones are read from HBM.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NARROW_ROWS = 32  # rows of a tile of 8-bit numbers
 
 @dataclasses.dataclass(frozen=True)
 class WeightTile:
-    """`rows` of D by `columns` of F, of `lead` matrices; how they are stored."""
+    """A tile of `rows` of D by `columns` of F of `lead` matrices, and how it is stored."""
 
     lead: int | None  # None: one matrix, its axis dropped
     rows: int
@@ -44,7 +44,8 @@ class WeightTile:
         return 1 if not self.bits else 3 if self.has_zeros else 2
 
     def specs(self, index: Callable[..., tuple[Any, Any, Any]]) -> list[pl.BlockSpec]:
-        """Of the operands; `index` gives the tile's place as (lead, row tile, column tile)."""
+        """Return the operands' block specs; `index` gives the tile's (lead, row tile, column
+        tile)."""
         if not self.bits:
             return [pl.BlockSpec((self.lead, self.rows, self.columns), index)]
         stored = self.rows // 2 if self.bits == 4 else self.rows
@@ -58,7 +59,8 @@ class WeightTile:
         return [values] + [pl.BlockSpec(scales, index_of_scales)] * (self.num_operands - 1)
 
     def load(self, refs, at: tuple[Any, ...], dtype) -> jax.Array:
-        """The tile [rows, columns] in `dtype`; `at` picks a matrix of several: (0,), (1,) or ()."""
+        """Return the tile [rows, columns] in `dtype`; `at` picks a matrix of several: (0,), (1,) or
+        ()."""
         values = refs[0][at or ...]
         if not self.bits:
             return values.astype(dtype)
@@ -72,8 +74,10 @@ class WeightTile:
         return wide.reshape(self.rows, self.columns).astype(dtype)
 
     def vmem_bytes(self, weight) -> int:
-        """Of two buffers. The compiler feeds dequantized numbers to the product as they come: a
-        tile of 2 x 2048 x 512 int8 took no VMEM beside its buffers (compiled for a v5e)."""
+        """Return the bytes of two buffers.
+
+        The compiler feeds dequantized numbers to the product as they are made: a tile of
+        2 x 2048 x 512 int8 took no VMEM beside its buffers (compiled for a v5e)."""
         count = (self.lead or 1) * self.rows * self.columns
         if not self.bits:
             return 2 * count * weight.dtype.itemsize
@@ -81,7 +85,7 @@ class WeightTile:
 
 
 def tile_of(weight, lead: int | None, rows: int, columns: int) -> WeightTile:
-    """The tile of a weight; `rows` from `rows_for`."""
+    """Return the tile of a weight; `rows` from `rows_for`."""
     if not isinstance(weight, QuantArray):
         return WeightTile(lead, rows, columns)
     return WeightTile(
@@ -98,8 +102,8 @@ def tile_of(weight, lead: int | None, rows: int, columns: int) -> WeightTile:
 
 
 def rows_for(weight, most: int) -> int:
-    """The largest number of rows, up to `most`, whose tiles cover D exactly and are stored in whole
-    registers; D where there is none."""
+    """Return the largest number of rows, up to `most`, whose tiles cover D exactly and are stored
+    in whole registers; D where there is none."""
     D = shape_of(weight)[1]
     step = LANES
     if isinstance(weight, QuantArray):
@@ -111,7 +115,7 @@ def rows_for(weight, most: int) -> int:
 
 
 def check_weight(weight) -> None:
-    """Raises `NotImplementedError` for a weight that `WeightTile.load` cannot read."""
+    """Raise `NotImplementedError` for a weight that `WeightTile.load` cannot read."""
     if not isinstance(weight, QuantArray):
         if weight.dtype == jnp.float16:
             raise NotImplementedError("Mosaic loads no float16; use bfloat16 or float32 weights")
@@ -129,18 +133,18 @@ def check_weight(weight) -> None:
 
 
 def multiply(x: jax.Array, w: jax.Array) -> jax.Array:
-    """[t, d] by [d, f] in float32, float32 operands by all of their digits."""
+    """Return [t, d] by [d, f] in float32, with full precision for float32 operands."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return jax.lax.dot(x, w, precision=precision, preferred_element_type=jnp.float32)
 
 
 def room() -> int:
-    """Bytes of VMEM that a kernel's own arrays may take."""
+    """Return the bytes of VMEM that a kernel's own arrays may take."""
     return (12 if device_kind() in SMALL_VMEM else 48) * MEBI
 
 
 def check_mosaic(x, weight, needed: int) -> None:
-    """Raises `NotImplementedError` for what Mosaic cannot compile; `needed` bytes of VMEM."""
+    """Raise `NotImplementedError` for what Mosaic cannot compile; `needed` is bytes of VMEM."""
     check_weight(weight)
     if x.dtype == jnp.float16:
         raise NotImplementedError("Mosaic loads no float16; use bfloat16 or float32")

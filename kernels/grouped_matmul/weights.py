@@ -1,4 +1,4 @@
-"""Weights [E, D, F], plain or quantized, seen alike."""
+"""Access to weights [E, D, F], plain or quantized."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from jaxinfer.kernels.quantized_matmul.quant_array import QuantArray
 
 
 def operands(weight) -> tuple[jax.Array, ...]:
-    """The arrays of a weight, values first."""
+    """Return the arrays of a weight, values first."""
     if not isinstance(weight, QuantArray):
         return (weight,)
     arrays = (weight.values, weight.scales, weight.zeros)
@@ -16,7 +16,7 @@ def operands(weight) -> tuple[jax.Array, ...]:
 
 
 def shape_of(weight) -> tuple[int, int, int]:
-    """[E, D, F], whatever it is stored as."""
+    """Return (E, D, F), however the weight is stored."""
     if isinstance(weight, QuantArray):
         return weight.values.shape[0], weight.num_rows, weight.num_columns
     return weight.shape

@@ -16,10 +16,15 @@ import jax.numpy as jnp
 from jaxinfer.kernels.attention_variant import AttentionVariant
 from jaxinfer.kernels.dispatch import device_kind, platform
 from jaxinfer.kernels.kv_pages import KVPages
-from jaxinfer.kernels.paged_attention.gpu_plan import Plan, num_items, power_of_two, work_list
+from jaxinfer.kernels.paged_attention.gpu_plan import (
+    GpuPagedPlan,
+    num_items,
+    power_of_two,
+    work_list,
+)
 from jaxinfer.kernels.paged_attention.gpu_tiling import (
     SCALED,
-    Tiling,
+    GpuPagedTiling,
     candidates,
     heuristic,
     is_wide,
@@ -36,11 +41,11 @@ from jaxinfer.kernels.triton_launch import (
 )
 from jaxinfer.kernels.tuning import tuned
 
-__all__ = ["Tiling", "candidates", "heuristic", "paged_attention", "tiling_key"]
+__all__ = ["GpuPagedTiling", "candidates", "heuristic", "paged_attention", "tiling_key"]
 
 FLOATS = ("float32", "bfloat16", "float16")
 
-# Multiprocessors of a CPU, whose interpreter takes them in turn.
+# Multiprocessors that the interpreter on a CPU runs one after another.
 INTERPRETED = 3
 
 
@@ -52,7 +57,7 @@ def paged_attention(
     *,
     return_lse: bool = False,
     batch_invariant: bool = False,
-    tiling: Tiling | None = None,
+    tiling: GpuPagedTiling | None = None,
     launch: Launcher = jax_triton,
 ):
     """Return (out [T, N, H], lse [T, N] or None).
@@ -103,14 +108,14 @@ def paged_attention(
     return out, lse if return_lse else None
 
 
-def _tiling(q, rows: RaggedRows, k_pages, window) -> Tiling:
+def _tiling(q, rows: RaggedRows, k_pages, window) -> GpuPagedTiling:
     key = key_of(q, k_pages, rows.kv_len.shape[0], k_pages.shape[2], window)
     return tuned(heuristic(q, k_pages, rows.kv_len), "paged_attention/gpu", key)
 
 
-def plan_of(tiling: Tiling, q, k_pages, rows: RaggedRows, **options: Any) -> Plan:
-    """Return what the kernel is compiled for; `options` are the fields of `Plan` that do not follow
-    from shapes."""
+def plan_of(tiling: GpuPagedTiling, q, k_pages, rows: RaggedRows, **options: Any) -> GpuPagedPlan:
+    """Return what the kernel is compiled for; `options` are the fields that do not follow from
+    shapes."""
     (T, N, H), R, W = q.shape, *rows.page_table.shape
     _, K, B, _ = k_pages.shape
     group = N // K
@@ -121,7 +126,7 @@ def plan_of(tiling: Tiling, q, k_pages, rows: RaggedRows, **options: Any) -> Pla
         )
     items = num_items(T, R, tiling.row_block // group)
     most = items * K * -(-W * B // tiling.block)  # blocks that there can be at all
-    return Plan(
+    return GpuPagedPlan(
         num_tokens=T,
         num_rows=R,
         num_heads=N,
@@ -141,7 +146,8 @@ def plan_of(tiling: Tiling, q, k_pages, rows: RaggedRows, **options: Any) -> Pla
 
 
 def multiprocessors() -> int:
-    """Of the GPU that is traced for or at hand. Declines one that does not say."""
+    """Return the number of multiprocessors of the GPU that is traced for or in use. Declines a GPU
+    that does not report it."""
     if platform() == "cpu":
         return INTERPRETED
     device: Any = jax.sharding.get_abstract_mesh().abstract_device
@@ -152,8 +158,9 @@ def multiprocessors() -> int:
     return found
 
 
-def _outputs(plan: Plan, dtype) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Result, lse (one number where nobody wants it), parts' sums, their state, counters."""
+def _outputs(plan: GpuPagedPlan, dtype) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Return the result, lse (one number where it is not requested), sums and state of parts,
+    counters."""
     lse = (plan.num_tokens, plan.num_heads) if plan.has_lse else (1, 1)
     f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
     return (

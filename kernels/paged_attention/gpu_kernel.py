@@ -1,8 +1,8 @@
 """The Triton kernel of paged attention: a persistent grid over the blocks of all units.
 
 A program's stretch of the sequence may begin and end inside a unit. The parts of a unit that is cut
-leave their sums in `partial` and `state`; the program that finishes the last of them, which a
-counter tells, merges them. Nobody waits for anybody, so the grid may be larger than what the
+leave their sums in `partial` and `state`; the program that finishes the last of them, known by a
+counter, merges them. No program waits for another, so the grid may be larger than what the
 device holds at once. Vocabulary: `gpu_plan.py`; what is done with a run of blocks: `gpu_walk.py`.
 """
 
@@ -17,7 +17,7 @@ from jaxinfer.kernels.paged_attention.gpu_walk import LOG2_E, lanes_of, rows_of,
 
 LN_2 = tl.constexpr(0.6931471805599453)
 
-# Triton takes globals that are constexpr alone; the order is that of `gpu_plan`.
+# Triton takes only constexpr globals; the order is that of `gpu_plan`.
 FIRST = tl.constexpr(1)
 COUNT = tl.constexpr(2)
 POSITION = tl.constexpr(3)
@@ -27,7 +27,7 @@ END = tl.constexpr(6)
 
 
 @triton.jit
-@no_type_check  # a checker of types would wrap it, and Triton compiles a function's source
+@no_type_check  # a type checker would wrap it, and Triton compiles a function's source
 def paged_attention_kernel(
     q,  # [T, N, H]
     k_pages,  # [P, K, B, H]
@@ -70,17 +70,17 @@ def paged_attention_kernel(
             row, first_block, first, count, position = _fields(items + item, plan)
             blocks = (first_block - unit_start + at, first_block - unit_start + stop)
             table = page_table + row * plan.table_width
-            of_item = (head, first, count, position)
-            sums = walk(q, (k_pages, v_pages), scales, slopes, table, of_item, blocks, plan)
+            unit = (head, first, count, position)
+            sums = walk(q, (k_pages, v_pages), scales, slopes, table, unit, blocks, plan)
             if (at == unit_start) & (stop == unit_end):
-                _store(sums, outs, of_item, 0, plan)
+                _store(sums, outs, unit, 0, plan)
             else:
                 slot = 2 * program + (at == unit_start).to(tl.int32)
                 _store_part(sums, partial, state, slot, plan)
                 begun_by = program_at(unit_start, active, total)
                 num_parts = program_at(unit_end - 1, active, total) - begun_by + 1
                 parts = (partial, state, begun_by, num_parts)
-                _count_part(parts, counters + begun_by, outs, of_item, plan)
+                _count_part(parts, counters + begun_by, outs, unit, plan)
         at = stop
         item += (at == item_end).to(tl.int32)
 
@@ -88,8 +88,8 @@ def paged_attention_kernel(
 @triton.jit
 @no_type_check
 def _fields(item, plan: tl.constexpr):
-    """Of an item, by the address of its first field: row, first block, first token, count of
-    tokens, position."""
+    """Return an item's row, first block, first token, number of tokens and position, by the address
+    of its first field."""
     row = tl.load(item)
     first_block = tl.load(item + BLOCK * plan.num_items)
     first = tl.load(item + FIRST * plan.num_items)
@@ -100,8 +100,8 @@ def _fields(item, plan: tl.constexpr):
 @triton.jit
 @no_type_check
 def _count_part(parts, counter, outs, item, plan: tl.constexpr):
-    """A part is stored: who stored the last one merges all, some lanes at a time, and leaves the
-    counter as it was found."""
+    """Count a stored part; the program that stored the last one merges all, some lanes at a time,
+    and resets the counter."""
     partial, state, begun_by, num_parts = parts
     # Every thread's share is written before the one that counts the part releases them all.
     tl.debug_barrier()
@@ -115,22 +115,26 @@ def _count_part(parts, counter, outs, item, plan: tl.constexpr):
 @triton.jit
 @no_type_check
 def share_start(program, active, total):
-    """Where a program's stretch begins. Of `program * total` 32 bits are too few: 528 programs,
-    4.2e6 blocks (256 rows of 128 Ki tokens, 8 heads, blocks of 64) make 2.2e9."""
+    """Return where a program's stretch begins.
+
+    `program * total` does not fit 32 bits: 528 programs and 4.2e6 blocks (256 rows of 128 Ki
+    tokens, 8 heads, blocks of 64) make 2.2e9.
+    """
     return (program.to(tl.int64) * total // active).to(tl.int32)
 
 
 @triton.jit
 @no_type_check
 def program_at(block, active, total):
-    """The program whose stretch holds a block: the last p with p * total // active <= block."""
+    """Return the program whose stretch has a block: the last p with p * total // active <=
+    block."""
     return (((block.to(tl.int64) + 1) * active - 1) // total).to(tl.int32)
 
 
 @triton.jit
 @no_type_check
 def _clear_padding(program, q_start, out, lse, plan: tl.constexpr):
-    """Tokens of no row get zeros, and -inf for lse; each program takes some."""
+    """Write zeros, and -inf for lse, for tokens of no row; each program takes some."""
     lane = tl.arange(0, 1024)
     for token in range(tl.load(q_start + plan.num_rows) + program, plan.num_tokens, plan.programs):
         row_len = plan.num_heads * plan.head_dim
@@ -147,13 +151,13 @@ def _clear_padding(program, q_start, out, lse, plan: tl.constexpr):
 @triton.jit
 @no_type_check
 def _store(walked, outs, item, lane, plan: tl.constexpr):
-    """The result of an item and KV head, or of its lanes from `lane` on."""
+    """Store the result of an item and KV head, or its lanes from `lane` on."""
     acc, top, sums = walked
     sinks, out, lse = outs
-    _, of_out, is_row = rows_of(item, plan)
-    offsets, is_lane = lanes_of(of_out, is_row, lane, acc.shape[1], plan)
+    _, out_row, is_row = rows_of(item, plan)
+    offsets, is_lane = lanes_of(out_row, is_row, lane, acc.shape[1], plan)
     if plan.has_sinks:
-        sink = tl.load(sinks + of_out % plan.num_heads, mask=is_row, other=0.0) * LOG2_E
+        sink = tl.load(sinks + out_row % plan.num_heads, mask=is_row, other=0.0) * LOG2_E
         new_top = tl.maximum(top, sink)
         fade = tl.exp2(top - new_top)
         sums = sums * fade + tl.exp2(sink - new_top)
@@ -162,13 +166,14 @@ def _store(walked, outs, item, lane, plan: tl.constexpr):
     sums = tl.where(is_row, sums, 1.0)
     tl.store(out + offsets, (acc / sums[:, None]).to(out.dtype.element_ty), mask=is_lane)
     if plan.has_lse:
-        tl.store(lse + of_out, (top + tl.log2(sums)) * LN_2, mask=is_row)
+        tl.store(lse + out_row, (top + tl.log2(sums)) * LN_2, mask=is_row)
 
 
 @triton.jit
 @no_type_check
 def _part(slot, first_lane, num_lanes: tl.constexpr, plan: tl.constexpr):
-    """Offsets of a part: its sums [row_block, num_lanes], its top [row_block]; total is behind."""
+    """Return the offsets of a part: its sums [row_block, num_lanes], its top [row_block]; the total
+    follows the top."""
     row = tl.arange(0, plan.row_block)
     lane = first_lane + tl.arange(0, num_lanes)
     sums = (slot * plan.row_block + row)[:, None] * plan.lanes + lane[None, :]
@@ -179,17 +184,19 @@ def _part(slot, first_lane, num_lanes: tl.constexpr, plan: tl.constexpr):
 @no_type_check
 def _store_part(walked, partial, state, slot, plan: tl.constexpr):
     acc, top, sums = walked
-    of_sums, of_top = _part(slot, 0, plan.lanes, plan)
-    tl.store(partial + of_sums, acc)
-    tl.store(state + of_top, top)
-    tl.store(state + of_top + plan.row_block, sums)
+    sums_at, top_at = _part(slot, 0, plan.lanes, plan)
+    tl.store(partial + sums_at, acc)
+    tl.store(state + top_at, top)
+    tl.store(state + top_at + plan.row_block, sums)
 
 
 @triton.jit
 @no_type_check
 def _merge(parts, begun_by, num_parts, lane, plan: tl.constexpr):
-    """The sums of a unit's parts together: acc of the lanes from `lane` on, top, sums. Read past
-    the first level of cache, which knows nothing of other programs' writes."""
+    """Return the merged sums of a unit's parts: acc of the lanes from `lane` on, top, sums.
+
+    Reads bypass the first level of cache, which does not see other programs' writes.
+    """
     partial, state = parts
     num_lanes: tl.constexpr = plan.merged_lanes
     at_once: tl.constexpr = plan.merged_at_once
@@ -202,14 +209,14 @@ def _merge(parts, begun_by, num_parts, lane, plan: tl.constexpr):
             is_part = part < num_parts
             # The unit begins in the second half of its first program's memory (`slot`).
             slot = 2 * (begun_by + part) + (part == 0).to(tl.int32)
-            of_sums, of_top = _part(slot, lane, num_lanes, plan)
+            sums_at, top_at = _part(slot, lane, num_lanes, plan)
             part_top = tl.load(
-                state + of_top, mask=is_part, other=float("-inf"), cache_modifier=".cg"
+                state + top_at, mask=is_part, other=float("-inf"), cache_modifier=".cg"
             )
             part_sums = tl.load(
-                state + of_top + plan.row_block, mask=is_part, other=0.0, cache_modifier=".cg"
+                state + top_at + plan.row_block, mask=is_part, other=0.0, cache_modifier=".cg"
             )
-            part_acc = tl.load(partial + of_sums, mask=is_part, other=0.0, cache_modifier=".cg")
+            part_acc = tl.load(partial + sums_at, mask=is_part, other=0.0, cache_modifier=".cg")
             new_top = tl.maximum(top, part_top)
             finite = tl.where(new_top == float("-inf"), 0.0, new_top)
             fade = tl.exp2(top - finite)

@@ -1,7 +1,7 @@
 """How a GPU divides a call of paged attention: what is compiled in, and the list of its work.
 
 The queries are cut into *items*, runs of at most `tile` tokens of one row. An item sees a run of
-*blocks* of `block` cells, once for each KV head: a *unit* of work. All units' blocks, laid end to
+*blocks* of `block` tokens, once for each KV head: a *unit* of work. All units' blocks, laid end to
 end (item by item, in an item head by head), are one sequence, of which every program of the grid
 gets an equal stretch, whatever the rows' lengths are (Stream-K, arXiv:2301.03598).
 """
@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 
 # Fields of an item, in the order of the rows of the list. END is the number of blocks of one KV
-# head up to and with the item, so that the last one tells the length of the sequence.
+# head up to and including the item, so that the last one is the length of the sequence.
 ROW, FIRST, COUNT, POSITION, BLOCK, NUM_BLOCKS, END = range(7)
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class GpuPagedPlan:
     """What the kernel is compiled for; its only constexpr."""
 
     num_tokens: int  # T
@@ -32,7 +32,7 @@ class Plan:
     num_items: int
     programs: int
     row_block: int  # rows of a product: a tile's tokens times the heads of a group, and padding
-    block: int  # cells of a step of the softmax
+    block: int  # tokens of a step of the softmax
     stages: int  # blocks on their way from memory at the same time
     scale: float
     window: int | None
@@ -43,7 +43,9 @@ class Plan:
     has_sinks: bool
     has_slopes: bool
     has_lse: bool
-    is_split: bool  # stretches may cut units; otherwise a unit is the work of whom it begins with
+    is_split: (
+        bool  # stretches may cut units; otherwise a unit belongs to the program where it begins
+    )
 
     @property
     def group(self) -> int:
@@ -62,8 +64,10 @@ class Plan:
 
     @property
     def precision(self) -> str:
-        """Of products of float32: three of tensor cores, right to some 2e-7. By multiply-adds the
-        128 x 128 sums of a chunk's tile do not fit registers (39 kB spilled, sm_80 and sm_90)."""
+        """How products of float32 are made: by three of tensor cores, right to some 2e-7.
+
+        By multiply-adds the 128 x 128 sums of a chunk's tile do not fit registers (39 kB spilled,
+        sm_80 and sm_90)."""
         return "tf32x3" if self.is_wide else "ieee"
 
     @property
@@ -77,27 +81,27 @@ class Plan:
 
     @property
     def merged_lanes(self) -> int:
-        """Lanes of parts merged together: the walk needs the registers, and they are shared."""
+        """Lanes of parts that are merged together; few, since the walk needs the registers."""
         return min(self.lanes, max(16, 4096 // self.row_block))
 
     @property
     def merged_at_once(self) -> int:
-        """Parts on their way at the same time: with their lanes, 32 registers a thread of 128."""
+        """Parts loaded at the same time: with their lanes, 32 registers a thread of 128."""
         return max(1, 4096 // (self.row_block * self.merged_lanes))
 
 
 def power_of_two(n: int, least: int = 1) -> int:
-    """The smallest one that is neither below n nor below `least`."""
+    """Return the smallest power of two that is neither below n nor below `least`."""
     return max(least, 1 << (n - 1).bit_length())
 
 
 def num_items(T: int, R: int, tile: int) -> int:
-    """How many items T tokens of R rows can make."""
+    """Return how many items T tokens of R rows can make."""
     return min(T, R + T // tile)
 
 
-def work_list(plan: Plan, q_start: jax.Array, kv_len: jax.Array) -> jax.Array:
-    """[7, items]: the items in the order of the rows; behind the last one, items of no blocks.
+def work_list(plan: GpuPagedPlan, q_start: jax.Array, kv_len: jax.Array) -> jax.Array:
+    """Return the items in the order of the rows, [7, items]; items of no blocks follow the last.
 
     It depends on the batch alone, so the layers of a model share it. Sums over a matrix of
     comparisons in place of `cumsum`, of which XLA makes several launches.

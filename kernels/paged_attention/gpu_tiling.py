@@ -21,11 +21,11 @@ SCALED = ("int8", "float8_e4m3fn")  # types of pages that come with scales
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiling:
-    """How a call is cut. Results differ by rounding alone."""
+class GpuPagedTiling:
+    """How a call is divided. Results differ by rounding alone."""
 
     row_block: int  # rows of a product: tokens of an item times the heads of a group
-    block: int  # cells of a step of the softmax
+    block: int  # tokens of a step of the softmax
     stages: int  # blocks on their way from memory at the same time
     num_warps: int
     occupancy: int  # programs of the grid for each multiprocessor
@@ -41,13 +41,14 @@ class Tiling:
         check_schedule(self.num_warps, self.stages)
 
 
-def heuristic(q, k_pages, kv_len) -> Tiling:
-    """A tiling from shapes and types alone; no choice spills registers (`ptxas -v`, sm_80, sm_90).
+def heuristic(q, k_pages, kv_len) -> GpuPagedTiling:
+    """Return a tiling from shapes and types alone; no choice spills registers (`ptxas -v`, sm_80,
+    sm_90).
 
     As many rows as tokens are most likely decodes: a group's heads fill few rows of a product and
     memory is the limit, so 16 rows, and as many programs a multiprocessor as fit, to hide the start
     of each unit. Otherwise a token meets a block once in a tile of 128 rows, which the second level
-    of cache can feed (3.8 TB/s at an H100's full speed; 64 rows ask for twice that); 64 where
+    of cache can feed (3.8 TB/s at an H100's full speed; 64 rows need twice that); 64 where
     decodes are likely half of the items or registers are short.
     """
     T, N, H = q.shape
@@ -55,10 +56,10 @@ def heuristic(q, k_pages, kv_len) -> Tiling:
     group = power_of_two(N // k_pages.shape[1], 16)
     is_large = lanes > 128
     if kv_len.shape[0] == T or is_wide(q, k_pages):
-        # 64 cells a step spill for some shapes on an H100, where ptxas aims at fewer registers.
+        # 64 tokens a step spill for some shapes on an H100, where ptxas aims at fewer registers.
         block = 64 if stored == "int8" and not is_large else 32
         stages = 2 if is_wide(q, k_pages) else 3 if is_large and stored not in SCALED else 4
-        first = Tiling(group, block, stages, 8 if is_large else 4, occupancy=1)
+        first = GpuPagedTiling(group, block, stages, 8 if is_large else 4, occupancy=1)
         most = 2 if is_large or is_wide(q, k_pages) else 4 if lanes <= 64 else 3
         fitting = shared_memory() // (_stage_bytes(first, q, k_pages) + 8 * KIBI)
         return dataclasses.replace(first, occupancy=max(1, min(most, fitting)))
@@ -66,7 +67,7 @@ def heuristic(q, k_pages, kv_len) -> Tiling:
     rows = 64 if is_short or 4 * kv_len.shape[0] > T else 128
     rows = max(group, min(rows, power_of_two(T * N // k_pages.shape[1], 16)))
     is_small = rows < 128 and not is_large
-    return Tiling(
+    return GpuPagedTiling(
         row_block=rows,
         block=32 if is_short else 64,
         stages=2 if is_small and shared_memory() < 200 * KIBI and stored not in SCALED else 3,
@@ -76,19 +77,20 @@ def heuristic(q, k_pages, kv_len) -> Tiling:
 
 
 def shared_memory() -> int:
-    """Bytes of a multiprocessor of the GPU that is traced for or at hand."""
+    """Return the bytes of shared memory of a multiprocessor of the GPU that is traced for or in
+    use."""
     capability = capability_in_use()
     return (164 if capability is not None and capability < 90 else 228) * KIBI
 
 
-def candidates(q, rows: RaggedRows, pages: KVPages, *_: Any, **__: Any) -> list[Tiling]:
+def candidates(q, rows: RaggedRows, pages: KVPages, *_: Any, **__: Any) -> list[GpuPagedTiling]:
     """Return the tilings that a search tries for the arguments of `paged_attention`."""
     T, N, _ = q.shape
     is_decode = rows.kv_len.shape[0] == T
     group = power_of_two(N // pages.k.shape[1], 16)
     tiles = (16, 32) if is_decode else (16, 32, 64, 128)
     found = [
-        Tiling(row_block, block, stages, num_warps, occupancy)
+        GpuPagedTiling(row_block, block, stages, num_warps, occupancy)
         for row_block in sorted({max(group, rows) for rows in tiles})
         for block, stages, num_warps in itertools.product((32, 64, 128), (2, 3, 4), (4, 8))
         for occupancy in ((2, 3, 4) if is_decode else (1, 2))
@@ -109,13 +111,13 @@ def key_of(q, k_pages, R: int, B: int, window: int | None) -> str:
 
 
 def is_wide(q, k_pages) -> bool:
-    """Whether the products are of float32: tensor cores take two operands of one narrow type."""
+    """Return whether products are of float32: tensor cores take two operands of one narrow type."""
     return q.dtype == jnp.float32 or k_pages.dtype.name not in (q.dtype.name, *SCALED)
 
 
-def _may_fit(tiling: Tiling, q, k_pages) -> bool:
-    """Whether a multiprocessor holds the grid's share of programs: their blocks, and their sums in
-    registers of 32 bits, of which a thread has 255 and some 100 are spoken for."""
+def _may_fit(tiling: GpuPagedTiling, q, k_pages) -> bool:
+    """Return whether a multiprocessor holds the grid's share of programs: their blocks, and their
+    sums in 32-bit registers, of which a thread has 255 and other values take some 100."""
     lanes = power_of_two(q.shape[2], 16)
     numbers = tiling.row_block * (lanes + tiling.block) + tiling.block * lanes // 2
     threads = 32 * tiling.num_warps
@@ -125,7 +127,7 @@ def _may_fit(tiling: Tiling, q, k_pages) -> bool:
     return registers <= 255 and is_held and needed <= shared_memory()
 
 
-def _stage_bytes(tiling: Tiling, q, k_pages) -> int:
-    """Shared memory of the blocks on their way: all but the one that is in work."""
+def _stage_bytes(tiling: GpuPagedTiling, q, k_pages) -> int:
+    """Return the shared memory of the blocks being loaded: all but the one being computed."""
     lanes = power_of_two(q.shape[2], 16)
     return 2 * (tiling.stages - 1) * tiling.block * lanes * k_pages.dtype.itemsize

@@ -23,7 +23,7 @@ from jaxinfer.kernels.dispatch import device_kind
 from jaxinfer.kernels.kv_pages import KVPages
 from jaxinfer.kernels.paged_attention.hopper_plan import (
     WARPGROUP_ROWS,
-    Plan,
+    HopperPlan,
     lanes_at_once,
     lse_of_tokens,
     num_items,
@@ -40,19 +40,19 @@ ASSEMBLER = "nvidia-cuda-nvcc-cu12"
 FIRST_SOUND_ASSEMBLER = (12, 9, 86)  # of CUDA 12.9.1
 LEAST_PAGE = 8  # rows of a tile of shared memory
 
-SHARED_BYTES = 227 * KIBI  # that a CTA can have
+SHARED_BYTES = 227 * KIBI  # the most that a CTA can have
 # For barriers, for sums over warps, which Pallas keeps whether there are any or not, and for
 # alignment (compiled, jax 0.10.2: up to 3,152 bytes).
 OTHER_BYTES = 4 * KIBI
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiling:
-    """How a call is cut. Results differ by rounding alone."""
+class HopperTiling:
+    """How a call is divided. Results differ by rounding alone."""
 
-    block: int  # cells of a step of the softmax
-    slots: int  # blocks on their way from memory at the same time
-    warpgroups: int = 2  # that compute, 64 rows each
+    block: int  # tokens of a step of the softmax
+    slots: int  # blocks being loaded at the same time
+    warpgroups: int = 2  # warpgroups that compute, 64 rows each
 
     def __post_init__(self):
         if self.block not in (64, 128, 256):
@@ -63,29 +63,34 @@ class Tiling:
             raise ValueError(f"warpgroups is {self.warpgroups}; it must be 1 or 2")
 
 
-def shared_bytes(tiling: Tiling, head_dim: int) -> int:
-    """Of queries, results and blocks."""
+def shared_bytes(tiling: HopperTiling, head_dim: int) -> int:
+    """Return the shared memory of queries, results and blocks."""
     operands = head_dim * (tiling.warpgroups * WARPGROUP_ROWS + 2 * tiling.slots * tiling.block)
     results = lanes_at_once(head_dim) * tiling.warpgroups * WARPGROUP_ROWS
     return 2 * (operands + results) + 4 * tiling.warpgroups * WARPGROUP_ROWS + OTHER_BYTES
 
 
-def heuristic(head_dim: int, page_size: int) -> Tiling:
-    """By registers: sums take head_dim / 2 of a thread's 232, scores block / 2, and half as much
-    again as weights. Slots: as many as fit, four at most. A block of 16 pages makes the copying
-    warpgroup spill their ids."""
+def heuristic(head_dim: int, page_size: int) -> HopperTiling:
+    """Return a tiling that fits the registers: sums take head_dim / 2 of a thread's 232, scores
+    block / 2, and half as much again as weights.
+
+    Slots are as many as fit, four at most. A block of 16 pages makes the copying warpgroup spill
+    their ids.
+    """
     block = 128 if head_dim < 128 and page_size >= 16 else 64
-    slots = next(s for s in (4, 3, 2) if shared_bytes(Tiling(block, s), head_dim) <= SHARED_BYTES)
-    return Tiling(block, slots)
+    slots = next(
+        s for s in (4, 3, 2) if shared_bytes(HopperTiling(block, s), head_dim) <= SHARED_BYTES
+    )
+    return HopperTiling(block, slots)
 
 
-def candidates(q, rows: RaggedRows, pages: KVPages, *_: Any, **__: Any) -> list[Tiling]:
+def candidates(q, rows: RaggedRows, pages: KVPages, *_: Any, **__: Any) -> list[HopperTiling]:
     """Return the tilings worth measuring for the arguments of `paged_attention`."""
     H, B = q.shape[2], pages.k.shape[2]
     first = heuristic(H, B)
     found = [first]
     for block, slots, warpgroups in itertools.product((64, 128), (2, 3, 4), (2, 1)):
-        tiling = Tiling(block, slots, warpgroups)
+        tiling = HopperTiling(block, slots, warpgroups)
         registers = (2 * H + 3 * block) // 4
         fits = registers <= 200 and shared_bytes(tiling, H) <= SHARED_BYTES
         if tiling != first and fits and _divides(block, B):
@@ -107,7 +112,7 @@ def paged_attention(
     variant: AttentionVariant,
     *,
     return_lse: bool = False,
-    tiling: Tiling | None = None,
+    tiling: HopperTiling | None = None,
     interpret: Any = False,  # or Pallas' parameters of its GPU emulator
 ):
     """Return (out [T, N, H], lse [T, N] or None).
@@ -150,9 +155,9 @@ def paged_attention(
     return out, lse_of_tokens(plan, lse[0], rows.q_start) if lse else None
 
 
-def _plan_of(tiling: Tiling, q, rows: RaggedRows, k_pages, **options: Any) -> Plan:
-    """Return what the kernel is compiled for; `options` are the fields of `Plan` that do not follow
-    from shapes."""
+def _plan_of(tiling: HopperTiling, q, rows: RaggedRows, k_pages, **options: Any) -> HopperPlan:
+    """Return what the kernel is compiled for; `options` are the fields that do not follow from
+    shapes."""
     (T, N, H), (_, K, B, _), R = q.shape, k_pages.shape, rows.kv_len.shape[0]
     if not _divides(tiling.block, B):
         raise ValueError(
@@ -160,7 +165,7 @@ def _plan_of(tiling: Tiling, q, rows: RaggedRows, k_pages, **options: Any) -> Pl
             f"block {math.gcd(tiling.block, B)}"
         )
     tile = WARPGROUP_ROWS // (N // K) * tiling.warpgroups
-    return Plan(
+    return HopperPlan(
         num_tokens=T,
         num_rows=R,
         num_heads=N,
@@ -175,28 +180,30 @@ def _plan_of(tiling: Tiling, q, rows: RaggedRows, k_pages, **options: Any) -> Pl
     )
 
 
-def _run(plan: Plan, inputs: dict[str, Any], interpret: Any) -> list[jax.Array]:
-    """What the kernel writes: the result and, where that is asked for, lse as the units have it."""
-    # Here, since Pallas' names for GPUs change between JAX's versions: where this kernel is not
-    # wanted they need not be there.
+def _run(plan: HopperPlan, inputs: dict[str, Any], interpret: Any) -> list[jax.Array]:
+    """Return what the kernel writes: the result and, where requested, lse as the units have it."""
+    # Imported here, since Pallas' names for GPUs change between JAX's versions: where this kernel
+    # is not used they need not exist.
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     from jaxinfer.kernels.paged_attention import hopper_kernel
 
     given = [name for name, x in inputs.items() if x is not None]
     scratch = hopper_kernel.scratch_of(plan, inputs["q"].dtype)
-    held = [name for name, x in scratch._asdict().items() if x is not None]
+    present = [name for name, x in scratch._asdict().items() if x is not None]
 
     def body(*refs: Any) -> None:
         names = [*given, "out", *(["lse"] if plan.has_lse else [])]
-        of_memory = dict.fromkeys(hopper_kernel.Refs._fields) | dict(
+        global_refs = dict.fromkeys(hopper_kernel.HopperRefs._fields) | dict(
             zip(names, refs[: len(names)], strict=True)
         )
-        of_block = dict.fromkeys(hopper_kernel.Scratch._fields) | dict(
-            zip(held, refs[len(names) :], strict=True)
+        shared_refs = dict.fromkeys(hopper_kernel.HopperScratch._fields) | dict(
+            zip(present, refs[len(names) :], strict=True)
         )
         hopper_kernel.attend(
-            plan, hopper_kernel.Refs(**of_memory), hopper_kernel.Scratch(**of_block)
+            plan,
+            hopper_kernel.HopperRefs(**global_refs),
+            hopper_kernel.HopperScratch(**shared_refs),
         )
 
     results = [
@@ -221,18 +228,18 @@ def _run(plan: Plan, inputs: dict[str, Any], interpret: Any) -> list[jax.Array]:
     )(*(inputs[name] for name in given))
 
 
-def _by_kv_head(plan: Plan, q: jax.Array) -> jax.Array:
+def _by_kv_head(plan: HopperPlan, q: jax.Array) -> jax.Array:
     """[T, N, H] -> [K, T*G, H]: a warpgroup's rows, whatever G is, are one box of a TMA copy."""
     T, K, G, H = plan.num_tokens, plan.num_kv_heads, plan.group, plan.head_dim
     return jnp.moveaxis(q.reshape(T, K, G, H), 1, 0).reshape(K, T * G, H)
 
 
-def _by_row(plan: Plan, of_head: jax.Array | None) -> jax.Array | None:
+def _by_row(plan: HopperPlan, per_head: jax.Array | None) -> jax.Array | None:
     """[N] -> [K, 64]: the value of each of a warpgroup's rows, in base 2."""
-    if of_head is None:
+    if per_head is None:
         return None
     row = jnp.arange(WARPGROUP_ROWS) % plan.group
-    return of_head.astype(jnp.float32).reshape(plan.num_kv_heads, -1)[:, row] * math.log2(math.e)
+    return per_head.astype(jnp.float32).reshape(plan.num_kv_heads, -1)[:, row] * math.log2(math.e)
 
 
 def _divides(block: int, page_size: int) -> bool:
@@ -242,11 +249,11 @@ def _divides(block: int, page_size: int) -> bool:
 def _check_device() -> None:
     kind = device_kind()
     if not any(name in kind for name in DEVICES):
-        raise NotImplementedError(f"wgmma on {kind}; it is of Hopper GPUs: {', '.join(DEVICES)}")
+        raise NotImplementedError(f"wgmma on {kind}; it needs a Hopper GPU: {', '.join(DEVICES)}")
 
 
 def _check_assembler() -> None:
-    """ptxas of CUDA 12.8.0 to 12.9.0 is known to make wrong code of a causal mask between two wgmma
+    """Decline ptxas of CUDA 12.8.0 to 12.9.0, which miscompiles a causal mask between two wgmma
     (JAX's own attention kernel for Hopper refuses it)."""
     try:
         version = importlib.metadata.version(ASSEMBLER)

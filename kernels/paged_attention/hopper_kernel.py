@@ -6,7 +6,7 @@ One warpgroup copies, the others compute, 64 rows of (token, head of the group) 
     compute    scores = q k^T (wgmma) -> online softmax (registers) -> sums += weights v (wgmma)
 
 Barriers of a slot: `full` once all copies of its block have arrived, `free` once all computing
-warpgroups have read it. These walk the same blocks, so that a slot's turns are theirs together.
+warpgroups have read it. These walk the same blocks, so that they use a slot in step.
 
 Scores are kept in base 2: exp2 is one instruction, exp is two. Masked scores are -inf and the
 running maximum starts at a finite floor, so that no row, however little it sees, makes a NaN.
@@ -24,18 +24,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxinfer.kernels.paged_attention.hopper_plan import WARPGROUP_ROWS, Item, Plan
+from jaxinfer.kernels.paged_attention.hopper_plan import WARPGROUP_ROWS, HopperItem, HopperPlan
 from jaxinfer.kernels.paged_attention.hopper_products import SWIZZLE, TILING, Wgmma, emulated
 
 LOG2_E = math.log2(math.e)
-FLOOR = -1e30  # below any score; of rows that see nothing yet
+FLOOR = -1e30  # below any score; the top of rows that have seen nothing
 
 # Registers a thread, of 64 Ki for three warpgroups: 2 * 128 * 232 + 128 * 40. Compiled for sm_90a,
 # nothing is spilled but at head dim 256: 44 bytes.
 COMPUTE_REGISTERS, MEMORY_REGISTERS = 232, 40
 
 
-class Scratch(NamedTuple):
+class HopperScratch(NamedTuple):
     """Shared memory of a CTA."""
 
     q: Any  # [warpgroups, 64, H]
@@ -51,12 +51,12 @@ class Scratch(NamedTuple):
     v_cleared: Any  # one barrier
 
 
-def scratch_of(plan: Plan, dtype: Any) -> Scratch:
+def scratch_of(plan: HopperPlan, dtype: Any) -> HopperScratch:
     M, S, H = WARPGROUP_ROWS, plan.block, plan.head_dim
     operand = lambda *shape: plgpu.SMEM(shape, dtype, transforms=(TILING, SWIZZLE))
     full = plgpu.Barrier(num_arrivals=plan.pages_a_block, num_barriers=plan.slots)
     free = plgpu.Barrier(num_arrivals=plan.warpgroups, num_barriers=plan.slots)
-    return Scratch(
+    return HopperScratch(
         q=operand(plan.warpgroups, M, H),
         k=operand(plan.slots, S, H),
         v=operand(plan.slots, S, H),
@@ -71,7 +71,7 @@ def scratch_of(plan: Plan, dtype: Any) -> Scratch:
     )
 
 
-class Refs(NamedTuple):
+class HopperRefs(NamedTuple):
     """Global memory."""
 
     q: Any  # [K, T*G, H]
@@ -85,12 +85,12 @@ class Refs(NamedTuple):
     lse: Any  # [K, items, warpgroups, 64] float32, or None
 
 
-def attend(plan: Plan, refs: Refs, scratch: Scratch) -> None:
-    """One unit. Units of later items come first: in a chunk they see the most."""
+def attend(plan: HopperPlan, refs: HopperRefs, scratch: HopperScratch) -> None:
+    """Compute one unit. Units of later items come first: in a chunk they see the most."""
     unit, thread = lax.axis_index("unit"), lax.axis_index("warpgroup")
     head = lax.rem(unit, plan.num_kv_heads)
     index = plan.num_items - 1 - lax.div(unit, plan.num_kv_heads)
-    item = Item(*(refs.items[index, field] for field in range(len(Item._fields))))
+    item = HopperItem(*(refs.items[index, field] for field in range(len(HopperItem._fields))))
 
     @pl.when(item.count > 0)
     def _():
@@ -107,8 +107,10 @@ def attend(plan: Plan, refs: Refs, scratch: Scratch) -> None:
             _copy(plan, refs, scratch, item, head)
 
 
-def _copy(plan: Plan, refs: Refs, scratch: Scratch, item: Item, head) -> None:
-    """Bring the item's blocks, each as soon as its slot is free."""
+def _copy(
+    plan: HopperPlan, refs: HopperRefs, scratch: HopperScratch, item: HopperItem, head
+) -> None:
+    """Copy the item's blocks, each as soon as its slot is free."""
     S, B = plan.block, plan.page_size
     num_blocks = item.end - item.begin
     last_page = lax.div(item.position + item.count - 1, B)
@@ -118,23 +120,23 @@ def _copy(plan: Plan, refs: Refs, scratch: Scratch, item: Item, head) -> None:
 
     def bring(step, _):
         slot = lax.rem(step, plan.slots)
-        cell = (item.begin + step) * S
+        first_key = (item.begin + step) * S
         # Past the item's last page the table may hold anything; what is read in place of such a
         # page is masked.
         pages = [
-            refs.page_table[item.row, jnp.minimum(lax.div(cell, B) + i, last_page)]
+            refs.page_table[item.row, jnp.minimum(lax.div(first_key, B) + i, last_page)]
             for i in range(plan.pages_a_block)
         ]
-        inside = pl.ds(lax.rem(cell, B) if S < B else 0, plan.cells_a_copy)
+        inside = pl.ds(lax.rem(first_key, B) if S < B else 0, plan.tokens_a_copy)
         for source, target, full, free in (
             (refs.k_pages, scratch.k, scratch.k_full, scratch.k_free),
             (refs.v_pages, scratch.v, scratch.v_full, scratch.v_free),
         ):
             wait(step, slot, free)
             for i, page in enumerate(pages):
-                cells = pl.ds(i * plan.cells_a_copy, plan.cells_a_copy)
+                tokens = pl.ds(i * plan.tokens_a_copy, plan.tokens_a_copy)
                 plgpu.copy_gmem_to_smem(
-                    source.at[page, head, inside], target.at[slot, cells], full.at[slot]
+                    source.at[page, head, inside], target.at[slot, tokens], full.at[slot]
                 )
 
     lax.fori_loop(0, num_blocks, bring, None)
@@ -146,34 +148,42 @@ def _copy(plan: Plan, refs: Refs, scratch: Scratch, item: Item, head) -> None:
     lax.fori_loop(num_blocks, num_blocks + plan.slots, drain, None)
 
 
-class Rows(NamedTuple):
-    """A warpgroup's rows: what their scores depend on."""
+class QueryRows(NamedTuple):
+    """What the scores of a warpgroup's rows depend on."""
 
     position: Any  # [64] int32
     slope: Any  # [64] float32, or None
 
 
 class State(NamedTuple):
-    """Of the online softmax, before the division."""
+    """The running sums of the online softmax, before the division."""
 
     top: jax.Array  # [64] largest score
     total: jax.Array  # [64]
     sums: jax.Array  # [64, H]
 
 
-def _compute(plan: Plan, refs: Refs, scratch: Scratch, item: Item, index, head, thread) -> None:
-    """A warpgroup's share of the item: its tokens, all heads of the group."""
+def _compute(
+    plan: HopperPlan,
+    refs: HopperRefs,
+    scratch: HopperScratch,
+    item: HopperItem,
+    index,
+    head,
+    thread,
+) -> None:
+    """Compute a warpgroup's share of the item: its tokens, all heads of the group."""
     ops = emulated if plan.is_emulated else Wgmma
     M, G = WARPGROUP_ROWS, plan.group
     first = item.first + thread * plan.share
     count = jnp.clip(item.count - thread * plan.share, 0, plan.share)
-    # Rows behind the last token belong to others, or to nobody: computed, not stored.
+    # Rows past the last token belong to other items or to none: computed, not stored.
     plgpu.copy_gmem_to_smem(
         refs.q.at[head, pl.ds(first * G, M)], scratch.q.at[thread], scratch.q_full.at[thread]
     )
     row = ops.iota((M,), 0, ops.vector)
     position = item.position + thread * plan.share + lax.div(row, jnp.int32(G))
-    rows = Rows(position, ops.load_rows(refs.slopes, head) if plan.has_slopes else None)
+    rows = QueryRows(position, ops.load_rows(refs.slopes, head) if plan.has_slopes else None)
     full = lambda shape, value, layout: ops.place(jnp.full(shape, value, jnp.float32), layout)
     state = State(
         top=ops.load_rows(refs.sinks, head) if plan.has_sinks else full((M,), FLOOR, ops.vector),
@@ -191,18 +201,18 @@ def _compute(plan: Plan, refs: Refs, scratch: Scratch, item: Item, index, head, 
 
 
 def _step(
-    plan: Plan,
+    plan: HopperPlan,
     ops: Any,
-    scratch: Scratch,
-    item: Item,
-    rows: Rows,
+    scratch: HopperScratch,
+    item: HopperItem,
+    rows: QueryRows,
     thread: jax.Array,
     block: jax.Array,
     state: State,
     *,
     is_cut: bool,
 ) -> State:
-    """One block of the online softmax."""
+    """Add one block to the online softmax."""
     q = scratch.q.at[thread]
     slot = lax.rem(block - item.begin, plan.slots)
     plgpu.barrier_wait(scratch.k_full.at[slot])
@@ -218,12 +228,12 @@ def _step(
     plgpu.barrier_wait(scratch.v_full.at[slot])
     v = scratch.v.at[slot]
     if is_cut:
-        # A weight of 0 times NaN is NaN, and cells past the row's last may hold one.
+        # A weight of 0 times NaN is NaN, and slots past the row's last token may hold one.
         @pl.when(block == item.end - 1)
         def _():
             @pl.when(thread == 0)
             def _():
-                ops.clear_cells(v, item.position + item.count - block * plan.block)
+                ops.clear_keys(v, item.position + item.count - block * plan.block)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(scratch.v_cleared)
 
@@ -234,8 +244,8 @@ def _step(
     return State(top, total, sums)
 
 
-def _modified(plan: Plan, ops: Any, scores, rows: Rows, first_cell, is_cut: bool):
-    """Scores as the formula has them, times log2(e); -inf where a query does not see the cell."""
+def _modified(plan: HopperPlan, ops: Any, scores, rows: QueryRows, first_key, is_cut: bool):
+    """Return the formula's scores times log2(e); -inf where a query does not see the key."""
     if plan.soft_cap is None:
         scores = scores * (plan.scale * LOG2_E)
     else:
@@ -245,8 +255,8 @@ def _modified(plan: Plan, ops: Any, scores, rows: Rows, first_cell, is_cut: bool
     if not (is_cut or plan.has_slopes):
         return scores
     across = lambda x: lax.broadcast_in_dim(x, scores.shape, [0])
-    # How far behind the query: 0 is its own cell, what is below 0 comes after it.
-    behind = across(rows.position - first_cell) - ops.iota(scores.shape, 1, ops.matrix)
+    # How far the key is behind the query: 0 is the query's own, below 0 comes after it.
+    behind = across(rows.position - first_key) - ops.iota(scores.shape, 1, ops.matrix)
     if plan.has_slopes:
         scores = scores - across(rows.slope) * behind.astype(jnp.float32)
     if is_cut:
@@ -257,7 +267,9 @@ def _modified(plan: Plan, ops: Any, scores, rows: Rows, first_cell, is_cut: bool
     return scores
 
 
-def _store(plan: Plan, ops: Any, refs: Refs, scratch: Scratch, state: State, unit, tokens) -> None:
+def _store(
+    plan: HopperPlan, ops: Any, refs: HopperRefs, scratch: HopperScratch, state: State, unit, tokens
+) -> None:
     """Divide, and write token by token: a box of all rows would overwrite other items' tokens."""
     (index, head, thread), (first, count), G = unit, tokens, plan.group
     total = jnp.where(state.total == 0, 1.0, state.total)  # 0 where a row sees nothing

@@ -1,9 +1,9 @@
 """How a Hopper GPU divides a call of paged attention: what is compiled in, and the list of work.
 
 The queries are cut into *items*, runs of at most `tile` tokens of one row; an item and a KV head
-make a *unit*, the work of one CTA. An item sees a run of *blocks* of `block` cells. Those between
+make a *unit*, the work of one CTA. An item sees a run of *blocks* of `block` tokens. Those between
 the oldest ones, which a window cuts, and the newest ones, which causality cuts, are *whole*: all
-queries of the item see all of their cells, and the kernel masks nothing.
+queries of the item see all of their tokens, and the kernel masks nothing.
 
 Tokens of no row make items of no blocks, so that the kernel writes their zeros.
 """
@@ -16,16 +16,16 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-WARPGROUP_ROWS = 64  # of a product of one warpgroup
+WARPGROUP_ROWS = 64  # rows of a product of one warpgroup
 
 
-class Item(NamedTuple):
+class HopperItem(NamedTuple):
     """Fields of an item, in the order of the columns of the list."""
 
     row: jax.Array
     first: jax.Array  # its first token
     count: jax.Array  # its tokens; 0: no item
-    position: jax.Array  # of its first token in the row
+    position: jax.Array  # that of its first token in the row
     begin: jax.Array  # its blocks are [begin, end)
     whole_begin: jax.Array  # whole ones are [whole_begin, whole_end)
     whole_end: jax.Array
@@ -33,7 +33,7 @@ class Item(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class HopperPlan:
     """What the kernel is compiled for."""
 
     num_tokens: int  # T
@@ -43,9 +43,9 @@ class Plan:
     head_dim: int  # H
     page_size: int  # B
     num_items: int
-    warpgroups: int  # that compute; one more copies
-    block: int  # cells of a step of the softmax
-    slots: int  # blocks on their way from memory at the same time
+    warpgroups: int  # warpgroups that compute; one more copies
+    block: int  # tokens of a step of the softmax
+    slots: int  # blocks being loaded at the same time
     scale: float
     window: int | None
     soft_cap: float | None
@@ -61,41 +61,42 @@ class Plan:
 
     @property
     def share(self) -> int:
-        """Tokens of an item that one warpgroup computes, at most."""
+        """The most tokens of an item that one warpgroup computes."""
         return WARPGROUP_ROWS // self.group
 
     @property
     def tile(self) -> int:
-        """Tokens of an item, at most."""
+        """The most tokens of an item."""
         return self.share * self.warpgroups
 
     @property
     def pages_a_block(self) -> int:
-        """Copies that bring a block; a page of several blocks is brought block by block."""
+        """Copies that bring a block; a page of several blocks is copied block by block."""
         return max(1, self.block // self.page_size)
 
     @property
-    def cells_a_copy(self) -> int:
+    def tokens_a_copy(self) -> int:
         return min(self.block, self.page_size)
 
     @property
     def lanes_at_once(self) -> int:
-        """Of a result on its way out."""
+        """Lanes of a result that are stored at once."""
         return lanes_at_once(self.head_dim)
 
 
 def lanes_at_once(head_dim: int) -> int:
-    """Of a result on its way out. All 256 would leave no room for two blocks beside 128 queries."""
+    """Return the lanes of a result that are stored at once: all 256 would leave no room for two
+    blocks and 128 queries."""
     return head_dim if head_dim <= 128 else 64
 
 
 def num_items(T: int, R: int, tile: int) -> int:
-    """How many items T tokens of R rows, and those of no row, can make."""
+    """Return how many items T tokens of R rows, and those of no row, can make."""
     return min(T, R + 1 + T // tile)
 
 
 def tile_ends(tile: int, T: int, q_start: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Of the rows and of what is behind them: tokens' bounds [R + 2], number of items to each."""
+    """Return the token bounds of the rows and of the padding, [R + 2], and the items up to each."""
     bounds = jnp.concatenate([q_start, jnp.full((1,), T, q_start.dtype)])
     tiles = -(-jnp.diff(bounds) // tile)
     each = jnp.arange(tiles.shape[0], dtype=jnp.int32)
@@ -104,8 +105,9 @@ def tile_ends(tile: int, T: int, q_start: jax.Array) -> tuple[jax.Array, jax.Arr
     return bounds, ends
 
 
-def work_list(plan: Plan, q_start: jax.Array, kv_len: jax.Array) -> jax.Array:
-    """[items, 8]: the items (`Item`) in the order of the tokens; behind the last one, zeros.
+def work_list(plan: HopperPlan, q_start: jax.Array, kv_len: jax.Array) -> jax.Array:
+    """Return the items (`HopperItem`) in the order of the tokens, [items, 8]; zeros follow the
+    last.
 
     It depends on the batch alone, so the layers of a model share it.
     """
@@ -128,12 +130,13 @@ def work_list(plan: Plan, q_start: jax.Array, kv_len: jax.Array) -> jax.Array:
     end = jnp.where(has_row, last // S + 1, begin)
     whole_begin = jnp.clip(whole_begin, begin, end)
     whole_end = jnp.clip((position + 1) // S, whole_begin, end)
-    item = Item(row, first, count, position, begin, whole_begin, whole_end, end)
+    item = HopperItem(row, first, count, position, begin, whole_begin, whole_end, end)
     return jnp.stack([jnp.where(is_item, x, 0) for x in item], axis=1).astype(jnp.int32)
 
 
-def lse_of_tokens(plan: Plan, parts: jax.Array, q_start: jax.Array) -> jax.Array:
-    """[T, N] from what the units wrote, [K, items, warpgroups, 64]; -inf for tokens of no row."""
+def lse_of_tokens(plan: HopperPlan, parts: jax.Array, q_start: jax.Array) -> jax.Array:
+    """Return lse [T, N] from what the units wrote, [K, items, warpgroups, 64]; -inf for tokens of
+    no row."""
     T, K, G = plan.num_tokens, plan.num_kv_heads, plan.group
     bounds, ends = tile_ends(plan.tile, T, q_start)
     token = jnp.arange(T, dtype=jnp.int32)

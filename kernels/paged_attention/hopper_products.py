@@ -1,4 +1,4 @@
-"""What the Hopper kernel says to a warpgroup's registers: products, layouts, loads and stores.
+"""A warpgroup's operations in the Hopper kernel: products, layouts, loads and stores.
 
 `Wgmma` is what a GPU runs. Pallas' emulator lacks some of it, so `emulated` has plain JAX in its
 place; all else (copies, barriers, slots, masks) is the same code there.
@@ -22,7 +22,7 @@ store: Any = getattr(plgpu, "store", None)  # not in JAX 0.10
 
 
 class Wgmma:
-    """Registers of a warpgroup: matrices as wgmma leaves them, vectors with one number a row."""
+    """Operations of a warpgroup: matrices as wgmma leaves them, vectors with one number a row."""
 
     matrix = plgpu.Layout.WGMMA
     vector = plgpu.Layout.WGMMA.reduce(1)
@@ -33,15 +33,17 @@ class Wgmma:
 
     @staticmethod
     def load_rows(ref: Any, index: jax.Array) -> jax.Array:
-        """`ref[index]`, a vector: read once a unit, so in whatever pieces the layout asks for."""
-        # Newer JAX takes no index; 0.10 asks for one.
+        """Return the vector `ref[index]`, in whatever pieces the layout needs: it is read once a
+        unit."""
+        # Newer JAX takes no index; 0.10 requires one.
         has_index = "idx" in inspect.signature(plgpu.load).parameters
         index_of_all: dict[str, Any] = {"idx": ()} if has_index else {}
         return plgpu.load(ref.at[index], **index_of_all, layout=Wgmma.vector, optimized=False)
 
     @staticmethod
     def store(ref: Any, x: jax.Array) -> None:
-        """To shared memory that TMA reads row by row: some banks twice, but once a unit."""
+        """Store to shared memory that TMA reads row by row: with bank conflicts, but once a
+        unit."""
         if store is None:
             ref[...] = x
         else:  # newer JAX, where plain indexing refuses such conflicts
@@ -53,7 +55,7 @@ class Wgmma:
 
     @staticmethod
     def scores(q: Any, k: Any) -> jax.Array:
-        """q [M, H] times k [S, H], both in shared memory: [M, S]."""
+        """Return q [M, H] times k [S, H], both in shared memory: [M, S]."""
 
         def multiply(accumulator: Any) -> jax.Array:
             plgpu.wgmma(accumulator, q, k.T)
@@ -65,7 +67,7 @@ class Wgmma:
 
     @staticmethod
     def accumulate(sums: jax.Array, weights: jax.Array, v: Any) -> jax.Array:
-        """sums + weights @ v; `v` [S, H] in shared memory, the others in registers."""
+        """Return sums + weights @ v; `v` [S, H] in shared memory, the others in registers."""
 
         def multiply(accumulator: Any) -> None:
             plgpu.wgmma(accumulator, weights, v)
@@ -74,16 +76,16 @@ class Wgmma:
         return pl.run_state(multiply)(start)
 
     @staticmethod
-    def clear_cells(v: Any, first: jax.Array) -> None:
-        """Zero the cells of `v` [S, H], in shared memory, from `first` on."""
+    def clear_keys(v: Any, first: jax.Array) -> None:
+        """Zero the tokens of `v` [S, H], in shared memory, from `first` on."""
         S, H = v.shape
         layout = plgpu.Layout.SMEM_GMEM_COPY((S, LANES), v.dtype, SWIZZLE.swizzle)
-        cell = plgpu.broadcasted_iota(jnp.int32, (S, LANES), 0, layout=layout)
-        # Part by part: all of H = 256 at once does not fit beside the sums (260 bytes spilled).
+        key = plgpu.broadcasted_iota(jnp.int32, (S, LANES), 0, layout=layout)
+        # Part by part: all of H = 256 at once does not fit with the sums (260 bytes spilled).
         for lane in range(0, H, LANES):
             part = v.at[:, lane : lane + LANES]
             numbers = Wgmma.place(part[...], layout)
-            part[...] = jnp.where(cell < first, numbers, jnp.zeros((), v.dtype))
+            part[...] = jnp.where(key < first, numbers, jnp.zeros((), v.dtype))
 
 
 class Emulated(Wgmma):
@@ -126,9 +128,9 @@ class EmulatedWithoutWgmma:
     accumulate = staticmethod(Emulated.accumulate)
 
     @staticmethod
-    def clear_cells(v: Any, first: jax.Array) -> None:
-        cell = jax.lax.broadcasted_iota(jnp.int32, v.shape, 0)
-        v[...] = jnp.where(cell < first, v[...], jnp.zeros((), v.dtype))
+    def clear_keys(v: Any, first: jax.Array) -> None:
+        key = jax.lax.broadcasted_iota(jnp.int32, v.shape, 0)
+        v[...] = jnp.where(key < first, v[...], jnp.zeros((), v.dtype))
 
 
 # The emulator that knows wgmma came with `plgpu.store`.

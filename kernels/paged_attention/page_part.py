@@ -1,7 +1,8 @@
-"""Pages that are split by their cells: which tokens lie in the part that a device holds.
+"""Pages that are split over devices by offset: which tokens lie in the part that a device has.
 
-Part `index` of `count` of a page of B cells is cells [index * b, (index + 1) * b), b = B / count. A
-row's cells that a part holds, in the order of its page table, are its *local* tokens 0, 1, ...
+Part `index` of `count` of a page of B tokens is offsets [index * b, (index + 1) * b), b = B /
+count. The tokens of a row in a part, in the order of its page table, are its *local* tokens 0, 1,
+...
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ class PagePart(NamedTuple):
     index: Any
     count: int
 
-    def positions(self, local: jax.Array, cells: int) -> jax.Array:
-        """Where local tokens stand in their row, of pages with so many cells in this part."""
+    def positions(self, local: jax.Array, part_size: int) -> jax.Array:
+        """Return the positions of local tokens in their row; `part_size` is b."""
         if self.count == 1:
             return local
-        return (local // cells * self.count + self.index) * cells + local % cells
+        return (local // part_size * self.count + self.index) * part_size + local % part_size
 
-    def num_keys(self, last: jax.Array, cells: int) -> jax.Array:
-        """How many local tokens stand at positions up to `last`; none of -1 and before."""
+    def num_keys(self, last: jax.Array, part_size: int) -> jax.Array:
+        """Return how many local tokens have positions up to `last`; 0 for -1 and below."""
         last = jnp.maximum(last, -1)
         if self.count == 1:
             return last + 1
-        page, cell = last // (cells * self.count), last % (cells * self.count)
-        return page * cells + jnp.clip(cell + 1 - self.index * cells, 0, cells)
+        page, offset = last // (part_size * self.count), last % (part_size * self.count)
+        return page * part_size + jnp.clip(offset + 1 - self.index * part_size, 0, part_size)
 
-    def holds(self, position: jax.Array, cells: int) -> jax.Array:
-        """Whether the cell of a token at that position is in this part."""
-        return position // cells % self.count == self.index
+    def holds(self, position: jax.Array, part_size: int) -> jax.Array:
+        """Return whether the token at that position is in this part."""
+        return position // part_size % self.count == self.index
 
 
 WHOLE = PagePart(0, 1)

@@ -32,7 +32,7 @@ from jaxinfer.kernels.folding import LANES, fold_of
 from jaxinfer.kernels.kv_pages import KVPages, NewTokens
 from jaxinfer.kernels.paged_attention.rows import RaggedRows
 from jaxinfer.kernels.paged_attention.tpu_kernel import kernel
-from jaxinfer.kernels.paged_attention.tpu_plan import IDS, MASKED, Plan
+from jaxinfer.kernels.paged_attention.tpu_plan import IDS, MASKED, TpuPagedPlan
 from jaxinfer.kernels.paged_attention.tpu_prepare import (
     copies,
     groups_of,
@@ -41,7 +41,7 @@ from jaxinfer.kernels.paged_attention.tpu_prepare import (
     work_list,
 )
 from jaxinfer.kernels.paged_attention.tpu_tiling import (
-    Tiling,
+    TpuPagedTiling,
     candidates,
     check_mosaic,
     check_update,
@@ -53,7 +53,7 @@ from jaxinfer.kernels.paged_attention.tpu_tiling import (
     vmem_limit,
 )
 
-__all__ = ["Tiling", "candidates", "paged_attention", "tiling_key", "update_and_attend"]
+__all__ = ["TpuPagedTiling", "candidates", "paged_attention", "tiling_key", "update_and_attend"]
 
 
 def paged_attention(
@@ -63,7 +63,7 @@ def paged_attention(
     variant: AttentionVariant,
     *,
     return_lse: bool = False,
-    tiling: Tiling | None = None,
+    tiling: TpuPagedTiling | None = None,
     interpret: Any = False,  # for tests: pltpu.InterpretParams()
 ):
     """Return (out [T, N, H], lse [T, N] or None). Declines (`NotImplementedError`) what Mosaic
@@ -83,7 +83,7 @@ def update_and_attend(
     variant: AttentionVariant,
     *,
     return_lse: bool = False,
-    tiling: Tiling | None = None,
+    tiling: TpuPagedTiling | None = None,
     interpret: Any = False,  # for tests: pltpu.InterpretParams()
 ):
     """Store the step's keys and values and attend: (out, lse or None, pages), the pages in place
@@ -105,8 +105,8 @@ def update_and_attend(
 
 
 def _run(
-    plan: Plan, q, rows: RaggedRows, pages: KVPages, variant: AttentionVariant,
-    new: NewTokens | None, tiling: Tiling, interpret,
+    plan: TpuPagedPlan, q, rows: RaggedRows, pages: KVPages, variant: AttentionVariant,
+    new: NewTokens | None, tiling: TpuPagedTiling, interpret,
 ):  # fmt: skip
     """Lay the operands out, call the kernel, take the result apart: (out, lse, new pages)."""
     T, N, H = q.shape
@@ -131,7 +131,7 @@ def _run(
     out, *rest = call(
         *work, table.reshape(-1, 1, IDS), q_copies, *(x for x in operands if x is not None)
     )
-    is_real = jnp.arange(T) < rows.q_start[-1]  # nobody wrote the others
+    is_real = jnp.arange(T) < rows.q_start[-1]  # the others were not written
     out = jnp.where(is_real[:, None, None], out[:T, :, :H], 0).astype(q.dtype)
     lse = None
     if plan.has_lse:
@@ -140,13 +140,13 @@ def _run(
 
 
 def _plan(
-    q, rows: RaggedRows, pages: KVPages, variant: AttentionVariant, tiling: Tiling, *,
+    q, rows: RaggedRows, pages: KVPages, variant: AttentionVariant, tiling: TpuPagedTiling, *,
     has_lse: bool, is_update: bool = False,
-) -> Plan:  # fmt: skip
+) -> TpuPagedPlan:  # fmt: skip
     T, N, H = q.shape
     _, K, page_rows, lanes = pages.k.shape
     tile = 1 if T == 1 else tiling.query_tile
-    return Plan(
+    return TpuPagedPlan(
         num_kv_heads=K,
         group=N // K,
         fold=fold_of(lanes, H),
@@ -169,14 +169,14 @@ def _plan(
     )
 
 
-def _scratch(plan: Plan, dtype, q_dtype, out_dtype, lanes: int) -> list[Any]:
-    """VMEM, SMEM and semaphores in the order of `tpu_plan.Refs`."""
+def _scratch(plan: TpuPagedPlan, dtype, q_dtype, out_dtype, lanes: int) -> list[Any]:
+    """Return VMEM, SMEM and semaphores in the order of `tpu_plan.TpuRefs`."""
     K, M, slots, num_rows = plan.num_kv_heads, plan.tile, plan.slots, plan.copies * plan.tile
     N = K * plan.group
     block = pltpu.VMEM((slots, K, plan.block_rows, lanes), dtype)
     factors = pltpu.VMEM((slots, plan.pages_a_block, K, plan.page_size), jnp.float32)
     edge, write = (pltpu.VMEM((n, K, plan.group_rows, lanes), dtype) for n in (slots, 2))
-    of_rows = pltpu.VMEM((K, num_rows, LANES), jnp.float32)
+    per_row = pltpu.VMEM((K, num_rows, LANES), jnp.float32)
     semaphores = lambda n: pltpu.SemaphoreType.DMA((n,))
     found = {
         "ids": pltpu.SMEM((2, 1, IDS), jnp.int32),
@@ -190,10 +190,10 @@ def _scratch(plan: Plan, dtype, q_dtype, out_dtype, lanes: int) -> list[Any]:
         "v_write": write,
         "q_tile": pltpu.VMEM((slots, M, N * plan.fold, lanes), q_dtype),
         "q_rows": pltpu.VMEM((K, num_rows, lanes), q_dtype),
-        "top": of_rows,
-        "total": of_rows,
+        "top": per_row,
+        "total": per_row,
         "acc": pltpu.VMEM((K, num_rows, lanes), jnp.float32),
-        "row_slopes": of_rows,
+        "row_slopes": per_row,
         "out_tile": pltpu.VMEM((2, M, N, lanes), out_dtype),
         "lse_tile": pltpu.VMEM((2, M, 1, _lanes_for(N)), jnp.float32),
         "ids_sem": semaphores(2),
@@ -210,8 +210,8 @@ def _lanes_for(num: int) -> int:
     return -(-num // LANES) * LANES
 
 
-def _call(plan: Plan, tiling: Tiling, vmem: int, dtype, interpret):
-    """The `pallas_call`; operands and results in the order of `tpu_plan.Refs`."""
+def _call(plan: TpuPagedPlan, tiling: TpuPagedTiling, vmem: int, dtype, interpret):
+    """Return the `pallas_call`; operands and results in the order of `tpu_plan.TpuRefs`."""
     N = plan.num_kv_heads * plan.group
     num_prefetched, first_pages = 3, 5
 

@@ -31,9 +31,9 @@ from jaxinfer.kernels.paged_attention.tpu_plan import (
     IDS,
     ROW,
     TOKEN_RUN,
-    Item,
-    Plan,
-    Refs,
+    TpuItem,
+    TpuPagedPlan,
+    TpuRefs,
     guard,
     page_range,
     tile_start,
@@ -55,10 +55,10 @@ from jaxinfer.kernels.paged_attention.tpu_update import (
 )
 
 
-def kernel(plan: Plan, *refs) -> None:
-    """Entry point: `refs` as in `Refs`, without those that the plan lacks."""
+def kernel(plan: TpuPagedPlan, *refs) -> None:
+    """Entry point: `refs` as in `TpuRefs`, without those that the plan lacks."""
     present = iter(refs)
-    r = Refs(*(None if name in plan.absent else next(present) for name in Refs._fields))
+    r = TpuRefs(*(None if name in plan.absent else next(present) for name in TpuRefs._fields))
     if plan.is_update:
         r = r._replace(k_pages=r.k_stored, v_pages=r.v_stored)
     core = pl.program_id(0)
@@ -68,8 +68,8 @@ def kernel(plan: Plan, *refs) -> None:
         for k in range(plan.num_kv_heads):
             r.row_slopes[k] = rows_of(r.slopes[k], plan.tile)
 
-    def turn(i, cursors):
-        """Each stage on its own block; the first turns fill the pipeline."""
+    def iteration(i, cursors):
+        """Run each stage on its own block; the first iterations fill the pipeline."""
         ids, pages, here = cursors
         _stage(i + plan.slots, num_steps, partial(_start_ids, plan, r, at=ids))
         _stage(i + plan.slots - 1, num_steps, partial(_start_pages, plan, r, at=pages))
@@ -77,8 +77,8 @@ def kernel(plan: Plan, *refs) -> None:
         pages = _advance(plan, r, pages, i + plan.slots - 1 >= 0)
         return _advance(plan, r, ids), pages, _advance(plan, r, here, i >= 0)
 
-    first_turn = jnp.where(num_steps > 0, -plan.slots, 0)
-    *_, (end, _) = jax.lax.fori_loop(first_turn, num_steps, turn, (start, start, start))
+    first_iteration = jnp.where(num_steps > 0, -plan.slots, 0)
+    *_, (end, _) = jax.lax.fori_loop(first_iteration, num_steps, iteration, (start, start, start))
 
     def wait(index, _):
         _wait_out(plan, r, index)
@@ -92,17 +92,17 @@ def _stage(step, num_steps, action) -> None:
     guard((step >= 0) & (step < num_steps), lambda: action(step))
 
 
-def _field(plan: Plan, r: Refs, field: int, index):
+def _field(plan: TpuPagedPlan, r: TpuRefs, field: int, index):
     return r.items[field * plan.num_items + index]
 
 
-def _item(plan: Plan, r: Refs, index) -> Item:
-    return Item(index, *(_field(plan, r, field, index) for field in range(plan.num_fields)))
+def _item(plan: TpuPagedPlan, r: TpuRefs, index) -> TpuItem:
+    return TpuItem(index, *(_field(plan, r, field, index) for field in range(plan.num_fields)))
 
 
-def _advance(plan: Plan, r: Refs, at, is_moving: Any = True):
-    """The block after (item, block), perhaps the next item's first. The list ends in an empty one,
-    where a cursor stays."""
+def _advance(plan: TpuPagedPlan, r: TpuRefs, at, is_moving: Any = True):
+    """Return the block after (item, block), perhaps the next item's first. The list ends in an
+    empty item, where a cursor stays."""
     index, block = at
     is_over = block + 1 >= _field(plan, r, END_BLOCK, index)
     following = jnp.minimum(index + 1, plan.num_items - 1)
@@ -111,7 +111,7 @@ def _advance(plan: Plan, r: Refs, at, is_moving: Any = True):
     return jnp.where(is_moving, following, index), jnp.where(is_moving, next_block, block)
 
 
-def _ids_copy(plan: Plan, r: Refs, step, at):
+def _ids_copy(plan: TpuPagedPlan, r: TpuRefs, step, at):
     index, block = at
     row = _field(plan, r, ROW, index)
     part = row * plan.ids_a_row + div(block * plan.pages_a_block, IDS)
@@ -119,15 +119,15 @@ def _ids_copy(plan: Plan, r: Refs, step, at):
     return pltpu.make_async_copy(r.table.at[part], r.ids.at[slot], r.ids_sem.at[slot])
 
 
-def _start_ids(plan: Plan, r: Refs, step, *, at) -> None:
+def _start_ids(plan: TpuPagedPlan, r: TpuRefs, step, *, at) -> None:
     _ids_copy(plan, r, step, at).start()
 
 
-def _page_copies(plan: Plan, r: Refs, slot, block, page, page_id):
-    """Of keys and of values, and of their scales."""
+def _page_copies(plan: TpuPagedPlan, r: TpuRefs, slot, block, page, page_id):
+    """Return the copies of a page's keys, values and scales."""
     within = page - block * plan.pages_a_block
-    cells = pl.ds(pl.multiple_of(within * plan.page_rows, plan.page_rows), plan.page_rows)
-    pairs = [(r.k_pages, r.k.at[slot, :, cells]), (r.v_pages, r.v.at[slot, :, cells])]
+    page_rows = pl.ds(pl.multiple_of(within * plan.page_rows, plan.page_rows), plan.page_rows)
+    pairs = [(r.k_pages, r.k.at[slot, :, page_rows]), (r.v_pages, r.v.at[slot, :, page_rows])]
     if plan.has_scales:
         pairs += [(r.k_scales, r.k_factors.at[slot, within])]
         pairs += [(r.v_scales, r.v_factors.at[slot, within])]
@@ -137,8 +137,10 @@ def _page_copies(plan: Plan, r: Refs, slot, block, page, page_id):
     ]
 
 
-def _block_copies(plan: Plan, r: Refs, slot, item: Item, block, id_of, action) -> None:
-    """`action` on all copies that bring a block; to wait, any page id will do."""
+def _block_copies(
+    plan: TpuPagedPlan, r: TpuRefs, slot, item: TpuItem, block, id_of, action
+) -> None:
+    """Call `action` on all copies that bring a block; to wait, any page id will do."""
     first, end = page_range(plan, item, block)
 
     def fetch(page, _):
@@ -151,7 +153,7 @@ def _block_copies(plan: Plan, r: Refs, slot, item: Item, block, id_of, action) -
     jax.lax.fori_loop(first, end, fetch, None)
 
 
-def _start_pages(plan: Plan, r: Refs, step, *, at) -> None:
+def _start_pages(plan: TpuPagedPlan, r: TpuRefs, step, *, at) -> None:
     """Fetch a block's pages, and with an item's first block its queries."""
     index, block = at
     item = _item(plan, r, index)
@@ -164,8 +166,8 @@ def _start_pages(plan: Plan, r: Refs, step, *, at) -> None:
     guard(block == item.block, lambda: _queries(plan, r, item, lambda copy: copy.start()))
 
 
-def _queries(plan: Plan, r: Refs, item: Item, action) -> None:
-    """`action` on the copy of the item's queries: one token, or M of them."""
+def _queries(plan: TpuPagedPlan, r: TpuRefs, item: TpuItem, action) -> None:
+    """Call `action` on the copy of the item's queries: one token, or M of them."""
     slot = rem(item.index, plan.slots)
     sem = r.q_sem.at[slot]
 
@@ -181,8 +183,9 @@ def _queries(plan: Plan, r: Refs, item: Item, action) -> None:
         guard(item.count > 1, many)
 
 
-def _out_copies(plan: Plan, r: Refs, item: Item, action) -> None:
-    """`action` on the copies of the item's result: its tokens alone, in runs, then one by one."""
+def _out_copies(plan: TpuPagedPlan, r: TpuRefs, item: TpuItem, action) -> None:
+    """Call `action` on the copies of the item's result: its tokens alone, in runs, then one by
+    one."""
     slot = rem(item.index, 2)
     shift = jnp.where(item.count == 1, 0, item.first - tile_start(plan, r, item))
     num_runs = div(item.count, TOKEN_RUN)
@@ -199,18 +202,19 @@ def _out_copies(plan: Plan, r: Refs, item: Item, action) -> None:
     jax.lax.fori_loop(num_runs * TOKEN_RUN, item.count, lambda i, _: copy(i, 1), None)
 
 
-def _wait_out(plan: Plan, r: Refs, index) -> None:
+def _wait_out(plan: TpuPagedPlan, r: TpuRefs, index) -> None:
     _out_copies(plan, r, _item(plan, r, index), lambda copy: copy.wait())
 
 
-def _work(plan: Plan, r: Refs, step, *, at, first_item) -> None:
-    """One block of one item: its arithmetic, and at the item's ends its queries and its result."""
+def _work(plan: TpuPagedPlan, r: TpuRefs, step, *, at, first_item) -> None:
+    """Compute one block of one item; load its queries at the first, store its result at the
+    last."""
     index, block = at
     item = _item(plan, r, index)
     slot = rem(step, plan.slots)
 
     def begin():
-        if plan.is_update:  # the buffer of the item's edge is that of the last but one
+        if plan.is_update:  # item `index - 2` used the same buffer for its edge
             guard(index - 2 >= first_item, lambda: wait_edge(plan, r, _item(plan, r, index - 2)))
         _queries(plan, r, item, lambda copy: copy.wait())
         for_rows(load_queries)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.lax import div  # `//` rounds down, which costs more and asks for the device
+from jax.lax import div  # `//` rounds down, which costs more and queries the device
 
 # Page ids come to SMEM this many at a time: the smallest slice of HBM that Mosaic lets a DMA take.
 IDS = 128
@@ -23,7 +23,7 @@ MASKED = -1e30
 ROW, FIRST, COUNT, POSITION, BLOCK, END_BLOCK, NEW, GROUP, EDGE_PAGE = range(9)
 
 
-class Plan(NamedTuple):
+class TpuPagedPlan(NamedTuple):
     """What a kernel is compiled for."""
 
     num_kv_heads: int  # K
@@ -48,7 +48,7 @@ class Plan(NamedTuple):
 
     @property
     def is_update(self) -> bool:
-        """Stores the step's new keys and values."""
+        """Whether the kernel stores the step's new keys and values."""
         return self.group_rows > 0
 
     @property
@@ -57,7 +57,7 @@ class Plan(NamedTuple):
 
     @property
     def absent(self) -> set[str]:
-        """The fields of `Refs` that a call of this plan does without."""
+        """The fields of `TpuRefs` that a call of this plan lacks."""
         parts = {
             "sinks": self.has_sinks,
             "slopes row_slopes": self.has_slopes,
@@ -75,12 +75,15 @@ class Plan(NamedTuple):
 
     @property
     def copies(self) -> int:
-        """Rows of a product that one token brings: Y."""
+        """Rows of a product for one token: Y."""
         return self.fold * self.group
 
     def rows_at_once(self, tokens: int) -> int:
-        """Rows in one product: a divisor of all. Loops in place of long straight code: a layer's
-        kernel took 3 s to compile and 1 MB before."""
+        """Return the number of rows in one product, a divisor of all.
+
+        Loops over products replace long straight code: a layer's kernel took 3 s to compile and
+        1 MB without them.
+        """
         rows = self.copies * tokens
         if tokens == 1:
             return rows
@@ -99,9 +102,9 @@ class Plan(NamedTuple):
         return self.pages_a_block * self.page_size
 
 
-class Refs(NamedTuple):
+class TpuRefs(NamedTuple):
     """The kernel's memory. X is `fold` * N, Y is `fold` * G, L the lanes of a page's row, Z those
-    that hold N numbers, A `group_rows`. What a plan does without (`Plan.absent`) is None."""
+    that hold N numbers, A `group_rows`. What a plan lacks (`TpuPagedPlan.absent`) is None."""
 
     items: Any  # SMEM [num_fields * num_items]
     core_first: Any  # SMEM [cores]: each core's first item
@@ -145,23 +148,23 @@ class Refs(NamedTuple):
     group_sem: Any  # [1]
 
 
-class Item(NamedTuple):
-    """One run of queries: all scalars."""
+class TpuItem(NamedTuple):
+    """One run of queries; all fields are scalars."""
 
     index: Any
     row: Any
     first: Any  # its first token
     count: Any  # its number of tokens
-    position: Any  # of its first token
-    block: Any  # the first one it sees
-    end_block: Any  # the one behind its last
+    position: Any  # that of its first token
+    block: Any  # the first block that it sees
+    end_block: Any  # the block after its last
     new: Any = None  # position of the row's first token that this step stores
-    group: Any = None  # where in k_groups that token lies
-    edge_page: Any = None  # and in which page
+    group: Any = None  # the group of k_groups with that token
+    edge_page: Any = None  # the page with that token
 
     @property
     def end(self):
-        """The position behind its last token."""
+        """The position after its last token."""
         return self.position + self.count
 
 
@@ -169,13 +172,13 @@ def guard(condition, action) -> None:
     pl.when(condition)(action)
 
 
-def tile_start(plan: Plan, r: Refs, item: Item):
-    """Where the item's M tokens of q are read from: the last tile may not reach past the end."""
+def tile_start(plan: TpuPagedPlan, r: TpuRefs, item: TpuItem):
+    """Return the token from which M queries are read: the last tile may not reach past the end."""
     return jnp.minimum(item.first, r.q.shape[0] - plan.tile)
 
 
-def page_range(plan: Plan, item: Item, block):
-    """The first page of the block that the item sees, and the one behind the last."""
+def page_range(plan: TpuPagedPlan, item: TpuItem, block):
+    """Return the first page of the block that the item sees, and the page after the last."""
     first, end = block * plan.pages_a_block, (block + 1) * plan.pages_a_block
     if plan.window is not None:
         oldest = jnp.maximum(item.position - plan.window + 1, 0)

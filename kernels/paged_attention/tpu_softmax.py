@@ -14,19 +14,20 @@ from jax.lax import div, rem
 from jaxinfer.kernels.paged_attention.tpu_plan import (
     MASKED,
     TOKEN_RUN,
-    Item,
-    Plan,
-    Refs,
+    TpuItem,
+    TpuPagedPlan,
+    TpuRefs,
     guard,
     page_range,
     tile_start,
 )
 
 
-def clear_unread(plan: Plan, r: Refs, slot, item: Item, block) -> None:
-    """Zero what no query of the item sees of the values: a weight of 0 times a NaN would be NaN.
-    Of folded keys too: in the products of a query's copy its zeros meet the other tokens' lanes.
-    An integer is never NaN.
+def clear_unread(plan: TpuPagedPlan, r: TpuRefs, slot, item: TpuItem, block) -> None:
+    """Zero the values that no query of the item sees: a weight of 0 times a NaN would be NaN.
+
+    Folded keys are zeroed too: in the products of a query's copy its zeros meet the lanes of other
+    tokens. Integers are left alone: they are never NaN.
     """
     if jnp.issubdtype(r.v.dtype, jnp.integer):
         return
@@ -64,8 +65,9 @@ def rows_of(x, tokens: int):
     return jnp.concatenate([jnp.broadcast_to(x[i : i + 1], (tokens, 128)) for i in range(len(x))])
 
 
-def load_queries(plan: Plan, r: Refs, item: Item, tokens: int) -> None:
-    """Lay the queries of each KV head out as rows of a product (copy, head, token), empty sums."""
+def load_queries(plan: TpuPagedPlan, r: TpuRefs, item: TpuItem, tokens: int) -> None:
+    """Lay the queries of each KV head out as rows of a product (copy, head, token); reset the
+    sums."""
     slot = rem(item.index, plan.slots)
     num_rows = plan.copies * tokens
     if tokens == 1:
@@ -95,8 +97,11 @@ def load_queries(plan: Plan, r: Refs, item: Item, tokens: int) -> None:
     jax.lax.fori_loop(0, plan.num_kv_heads, empty, None)
 
 
-def _positions(plan: Plan, r: Refs, item: Item, tokens: int, first_row, num_rows: int):
-    """Of the queries in these rows of a product, -1 for a token of another item: [rows, 1]."""
+def _positions(
+    plan: TpuPagedPlan, r: TpuRefs, item: TpuItem, tokens: int, first_row, num_rows: int
+):
+    """Return the positions of the queries in these rows of a product, [rows, 1]; -1 for a token of
+    another item."""
     if tokens == 1:
         return jnp.full((num_rows, 1), item.position, jnp.int32)
     shift = item.first - tile_start(plan, r, item)
@@ -106,8 +111,8 @@ def _positions(plan: Plan, r: Refs, item: Item, tokens: int, first_row, num_rows
     return jnp.where(is_own, item.position + offset, -1)
 
 
-def attend(plan: Plan, r: Refs, slot, item: Item, block, tokens: int) -> None:
-    """One block into the running softmax of every row (arXiv:2205.14135), some rows at a time."""
+def attend(plan: TpuPagedPlan, r: TpuRefs, slot, item: TpuItem, block, tokens: int) -> None:
+    """Add one block to the running softmax of every row (arXiv:2205.14135), some rows at a time."""
     num_rows = plan.rows_at_once(tokens)
 
     def of_rows(i, _):
@@ -131,7 +136,7 @@ def attend(plan: Plan, r: Refs, slot, item: Item, block, tokens: int) -> None:
                 slopes = r.slopes[h] if tokens == 1 else r.row_slopes[h, rows]
                 z += slopes[:, :1] * (s - position).astype(jnp.float32)
             weight = _accumulate(r, h, rows, jnp.where(is_seen, z, MASKED))
-            if plan.has_scales:  # those of unseen cells may be NaN
+            if plan.has_scales:  # scales of unseen tokens may be NaN
                 factors = _factors(plan, r.v_factors, slot, h, copy)
                 weight = jnp.where(is_seen, weight * factors, 0)
             v = r.v[slot, h].astype(plan.compute)
@@ -142,8 +147,8 @@ def attend(plan: Plan, r: Refs, slot, item: Item, block, tokens: int) -> None:
     jax.lax.fori_loop(0, plan.copies * tokens // num_rows, of_rows, None)
 
 
-def _factors(plan: Plan, factors, slot, h, copy):
-    """The scales of head h, for the columns of a product: [1 or rows, block_rows]."""
+def _factors(plan: TpuPagedPlan, factors, slot, h, copy):
+    """Return the scales of head h for the columns of a product: [1 or rows, block_rows]."""
 
     def of_copy(j: int):
         lanes = slice(j * plan.page_rows, (j + 1) * plan.page_rows)
@@ -156,8 +161,8 @@ def _factors(plan: Plan, factors, slot, h, copy):
     return x
 
 
-def _scores(plan: Plan, r: Refs, slot, h, rows, copy):
-    """Scaled and capped products of queries and keys: [rows, block_rows]."""
+def _scores(plan: TpuPagedPlan, r: TpuRefs, slot, h, rows, copy):
+    """Return scaled and capped products of queries and keys: [rows, block_rows]."""
     z = _dot(r.q_rows[h, rows], r.k[slot, h].astype(plan.compute), 1)
     if plan.has_scales:
         z *= _factors(plan, r.k_factors, slot, h, copy) * plan.scale
@@ -168,8 +173,9 @@ def _scores(plan: Plan, r: Refs, slot, h, rows, copy):
     return z
 
 
-def _accumulate(r: Refs, h, rows, z):
-    """Masked scores into the top and total of these rows of head h, fade their sum; the weights."""
+def _accumulate(r: TpuRefs, h, rows, z):
+    """Add masked scores to the top and total of these rows of head h, fade their sum, and return
+    the weights."""
     old = r.top[h, rows]  # [rows, 128]
     top = jnp.maximum(old, z.max(axis=1, keepdims=True))
     fade = jnp.exp(old - top)
@@ -181,14 +187,14 @@ def _accumulate(r: Refs, h, rows, z):
 
 
 def _dot(a, b, contract: int):
-    """a [m, c] times b, whose axis `contract` is c; exact products, sums in float32."""
+    """Return a [m, c] times b, whose axis `contract` is c; exact products, sums in float32."""
     exact = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     dims = (((1,), (contract,)), ((), ()))
     return jax.lax.dot_general(a, b, dims, precision=exact, preferred_element_type=jnp.float32)
 
 
-def store_result(plan: Plan, r: Refs, item: Item, tokens: int) -> None:
-    """Merge the copies, divide, and put the heads where the result wants them."""
+def store_result(plan: TpuPagedPlan, r: TpuRefs, item: TpuItem, tokens: int) -> None:
+    """Merge the copies, divide, and store the heads in the result's layout."""
     slot = rem(item.index, 2)
     num_rows = plan.group * tokens
     if tokens == 1:
@@ -219,8 +225,8 @@ def store_result(plan: Plan, r: Refs, item: Item, tokens: int) -> None:
     jax.lax.fori_loop(0, tokens // TOKEN_RUN, transpose, None)
 
 
-def _lse_of_run(plan: Plan, r: Refs, i, tokens: int):
-    """Head n's in lane n: [TOKEN_RUN, Z]."""
+def _lse_of_run(plan: TpuPagedPlan, r: TpuRefs, i, tokens: int):
+    """Return lse with head n in lane n: [TOKEN_RUN, Z]."""
     shape = (TOKEN_RUN, r.lse_tile.shape[3])
     lane = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
 
@@ -232,9 +238,9 @@ def _lse_of_run(plan: Plan, r: Refs, i, tokens: int):
     return jax.lax.fori_loop(0, plan.num_kv_heads, of_head, jnp.zeros(shape, jnp.float32))
 
 
-def _result(plan: Plan, r: Refs, k, num_rows: int):
-    """The attention of KV head k's queries, in the first H lanes: [num_rows, L]; and the logarithm
-    of their weights' sum: [num_rows, 128]."""
+def _result(plan: TpuPagedPlan, r: TpuRefs, k, num_rows: int):
+    """Return the attention of KV head k's queries in the first H lanes, [num_rows, L], and the
+    logarithm of the sum of their weights, [num_rows, 128]."""
     parts = [slice(j * num_rows, (j + 1) * num_rows) for j in range(plan.fold)]
     top = r.top[k, parts[0]]
     for part in parts[1:]:
@@ -245,7 +251,7 @@ def _result(plan: Plan, r: Refs, k, num_rows: int):
         share = jnp.exp(r.top[k, part] - top)
         total += r.total[k, part] * share
         of_copy = r.acc[k, part] * share[:, :1]
-        if plan.fold > 1:  # other lanes met the values of other parities
+        if plan.fold > 1:  # other lanes hold products with values of other parities
             of_copy = jnp.where(div(lane, plan.head_dim) == j, of_copy, 0)
         acc += of_copy
     folded = acc

@@ -1,4 +1,4 @@
-"""How a call of the TPU kernel is cut, and whether the compiler takes it so."""
+"""Tilings of the TPU kernel of paged attention, and whether the compiler accepts them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ NARROW = ("bfloat16", "int8", "float8_e4m3fn")  # page types that bfloat16 holds
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiling:
-    """How a call is cut. Results differ by rounding alone."""
+class TpuPagedTiling:
+    """How a call is divided. Results differ by rounding alone."""
 
     pages_a_block: int  # a divisor of IDS; a block is one step of the softmax
     query_tile: int  # tokens of a prefill chunk that walk the pages together, by TOKEN_RUN
@@ -39,8 +39,8 @@ class Tiling:
             raise ValueError(f"slots {self.slots} must be 2 or more, cores {self.cores} 1 or more")
 
 
-def heuristic(q, k_pages) -> Tiling:
-    """A tiling from shapes and types alone: arrays as `paged_attention` takes them.
+def heuristic(q, k_pages) -> TpuPagedTiling:
+    """Return a tiling from shapes and types alone.
 
     Blocks of about 1 MiB of keys, at most 512 tokens: enough to hide a DMA's latency (about a
     microsecond, in which a v6e moves 1.6 MB), and four of them fit. Tiles of about 256 rows a KV
@@ -57,7 +57,7 @@ def heuristic(q, k_pages) -> Tiling:
 
     left = max(0, 12 * MEBI - 4 * pages * page_size * token_bytes)
     tile = min(128, 256 * K // N, min(6 * MEBI, left) // _token_bytes(q, k_pages))
-    return Tiling(
+    return TpuPagedTiling(
         pages_a_block=pages,
         query_tile=min(max(1, tile // TOKEN_RUN), -(-T // TOKEN_RUN)) * TOKEN_RUN,
         cores=_cores(),
@@ -68,8 +68,8 @@ def _cores() -> int:
     return 2 if device_kind() in MEGACORE else 1
 
 
-def tiling_of(q, k_pages) -> Tiling:
-    """The measured tiling of a call, or the heuristic's."""
+def tiling_of(q, k_pages) -> TpuPagedTiling:
+    """Return the measured tiling of a call, or the heuristic's."""
     return tuned(heuristic(q, k_pages), OPERATOR, _key(q, k_pages))
 
 
@@ -85,14 +85,14 @@ def _key(q, k_pages) -> str:
     return f"T={T} N={N} K={K} H={H} B={B} {q.dtype.name} {k_pages.dtype.name}"
 
 
-def candidates(q, rows: RaggedRows, pages: KVPages, *_: Any, **__: Any) -> list[Tiling]:
+def candidates(q, rows: RaggedRows, pages: KVPages, *_: Any, **__: Any) -> list[TpuPagedTiling]:
     """Return the tilings that a search tries for the arguments of `paged_attention`: those that
     leave the compiler as much VMEM as the heuristic has to."""
     T, _, H = q.shape
     B = pages.k.shape[2] * fold_of(pages.k.shape[3], H)
     most = -(-T // TOKEN_RUN) * TOKEN_RUN
     found = [
-        Tiling(pages_a_block, tile, slots, _cores())
+        TpuPagedTiling(pages_a_block, tile, slots, _cores())
         for pages_a_block in (1 << i for i in range(IDS.bit_length()))
         if pages_a_block == 1 or 128 <= pages_a_block * B <= 1024
         for tile in ((16,) if T == 1 else (16, 32, 64, 128, 256))
@@ -103,13 +103,13 @@ def candidates(q, rows: RaggedRows, pages: KVPages, *_: Any, **__: Any) -> list[
 
 
 def is_narrow(q, k_pages) -> bool:
-    """Products of bfloat16 operands; else of float32."""
+    """Return whether the operands of products are bfloat16; else they are float32."""
     return q.dtype == jnp.bfloat16 and k_pages.dtype.name in NARROW
 
 
 def _token_bytes(q, k_pages, slots: int = 2) -> int:
-    """VMEM that a token of a tile of queries takes: queries in each slot and once more by KV head,
-    sums with top and total, twice the result."""
+    """Return the VMEM that a token of a tile of queries takes: queries in each slot and once more
+    by KV head, sums with top and total, twice the result."""
     N, H, lanes = q.shape[1], q.shape[2], k_pages.shape[3]
     padded = -(-lanes // LANES) * LANES
     wide = 2 if is_narrow(q, k_pages) else 4
@@ -117,8 +117,9 @@ def _token_bytes(q, k_pages, slots: int = 2) -> int:
     return N * (copies + 2 * wide * padded)
 
 
-def vmem_bytes(tiling: Tiling, q, k_pages) -> int:
-    """What the kernel's own arrays take; the compiler adds some 10 to 25 % for spilled values."""
+def vmem_bytes(tiling: TpuPagedTiling, q, k_pages) -> int:
+    """Return the bytes of the kernel's own arrays; the compiler adds some 10 to 25 % for spilled
+    values."""
     _, K, page_rows, lanes = k_pages.shape
     row = K * -(-lanes // LANES) * LANES * k_pages.dtype.itemsize
     blocks = 2 * tiling.slots * tiling.pages_a_block * page_rows * row
@@ -126,12 +127,15 @@ def vmem_bytes(tiling: Tiling, q, k_pages) -> int:
 
 
 def vmem_limit(needed: int) -> int:
-    """What the kernel may take in all. Not the whole of a v4's: XLA may keep a little at the bottom
-    for itself (4 KiB, as seen on a v5p), and 16 MiB above it no longer fit."""
+    """Return the VMEM that the kernel may take in all.
+
+    On a v4 that is not the whole: XLA may keep a little at the bottom for itself (4 KiB, as seen on
+    a v5p), and 16 MiB above it no longer fit.
+    """
     return 15 * MEBI if device_kind() in SMALL_VMEM else max(16 * MEBI, needed * 4 // 3)
 
 
-def _refusal(tiling: Tiling, q, k_pages) -> str | None:
+def _refusal(tiling: TpuPagedTiling, q, k_pages) -> str | None:
     room = 12 if device_kind() in SMALL_VMEM else 48
     needed = vmem_bytes(tiling, q, k_pages) / MEBI
     if needed > room:
@@ -139,8 +143,8 @@ def _refusal(tiling: Tiling, q, k_pages) -> str | None:
     return None
 
 
-def check_mosaic(tiling: Tiling, q, k_pages) -> None:
-    """Raises `NotImplementedError` for what Mosaic cannot compile."""
+def check_mosaic(tiling: TpuPagedTiling, q, k_pages) -> None:
+    """Raise `NotImplementedError` for what Mosaic cannot compile."""
     if k_pages.dtype == jnp.float16:
         raise NotImplementedError("Mosaic loads no float16; use a bfloat16 or float32 cache")
     if k_pages.shape[2] % SUBLANES:
@@ -152,7 +156,7 @@ def check_mosaic(tiling: Tiling, q, k_pages) -> None:
 
 
 def check_update(k_pages) -> None:
-    """Raises `NotImplementedError` for pages that the kernel cannot store to."""
+    """Raise `NotImplementedError` for pages that the kernel cannot store to."""
     if k_pages.shape[2] % group_rows(k_pages):
         raise NotImplementedError(
             f"a page has {k_pages.shape[2]} rows; {group_rows(k_pages)} are stored together"
@@ -160,7 +164,7 @@ def check_update(k_pages) -> None:
 
 
 def group_rows(k_pages) -> int:
-    """Rows of a page that are stored together: those of a tile of VMEM, which on a 7x has 16 of
-    bfloat16; others take half of one."""
+    """Return the rows of a page that are stored together: a tile of VMEM, which on a 7x has 16 rows
+    of bfloat16; on other chips half a tile."""
     is_tall = device_kind() in TALL_TILES and k_pages.dtype.itemsize == 2
     return 2 * SUBLANES if is_tall else SUBLANES

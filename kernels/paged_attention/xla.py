@@ -27,7 +27,7 @@ CHUNK_TILE = 128  # query tokens in a tile of a prefill chunk
 CHUNK_BLOCK = 256  # tokens a step of its walk
 
 # A finite stand-in for -inf: exp(MASKED - MASKED) is 1 where -inf would give NaN; weights of
-# masked positions are zeroed by name instead.
+# masked positions are set to zero explicitly.
 MASKED = -1e30
 
 
@@ -133,8 +133,8 @@ def _attend(
     pages_a_block: int,
     variant: AttentionVariant,
 ):
-    """C tiles of M queries over their pages: one online softmax (arXiv:2205.14135).
-    [C, M, N, value_dim], and the logarithm of its sums, [C, M, N]."""
+    """Attend from C tiles of M queries by one online softmax (arXiv:2205.14135): (out [C, M, N,
+    value_dim], lse [C, M, N])."""
     C, M, N, H = q.shape
     stored = pages.stored
     _, K, B, _ = stored.k.shape
@@ -187,7 +187,8 @@ def _attend(
 
 
 def _nothing_seen(shape, value_dim, sinks):
-    """The running softmax before the first block: largest score, sum of weights, sum of values."""
+    """Return the running softmax before the first block: largest score, sum of weights, sum of
+    values."""
     if sinks is not None:
         top = jnp.broadcast_to(sinks, shape)
         total = jnp.ones_like(top)
@@ -198,7 +199,7 @@ def _nothing_seen(shape, value_dim, sinks):
 
 
 def _read_block(stored, scales, ids):
-    """The tokens of each tile's pages `ids` [C, pages], in float32: [C, K, S, H]."""
+    """Return the tokens of each tile's pages `ids` [C, pages], in float32: [C, K, S, H]."""
     C, num_pages = ids.shape
     ids = ids[:, 0] if num_pages == 1 else ids
     x = dequantized(stored[ids], None if scales is None else scales[ids])
@@ -208,13 +209,14 @@ def _read_block(stored, scales, ids):
 
 
 def _divided(top, total, acc):
-    """The running softmax's result and the logarithm of its sums: zeros and -inf of nothing."""
+    """Return the softmax's result and the logarithm of its sums; zeros and -inf where nothing is
+    seen."""
     out = acc / jnp.where(total == 0, 1, total)[..., None]
     return out, jnp.where(total == 0, -jnp.inf, top + jnp.log(total))
 
 
 def _blocks(position, reach, num_keys, block_len, window):
-    """The first block that one of the queries sees, and the one behind the last."""
+    """Return the first block that one of the queries sees, and the block after the last."""
     last = reach.max()
     behind = -(-num_keys(last) // block_len)
     if window is None:

@@ -1,4 +1,4 @@
-"""A product with a quantized weight: the front door.
+"""A product with a quantized weight: signature, formula, contract and checks.
 
 For x [T, D] and a weight whose values, scales and zeros stand for w [D, F] (`quant_array.py`):
 
@@ -7,8 +7,8 @@ For x [T, D] and a weight whose values, scales and zeros stand for w [D, F] (`qu
 
 Two kinds of product:
 
-* The weight alone is quantized (`activation_dtype` None, x floating): values become numbers of x's
-  dtype on the chip, beside the multipliers; memory moves the values only. Sums are float32.
+* Only the weight is quantized (`activation_dtype` None, x floating): values become numbers of x's
+  dtype on the chip, next to the multipliers; memory moves the values only. Sums are float32.
 * x is quantized too, token by token (as in LLM.int8, arXiv:2208.07339, without its outliers):
   x ~ x_scale * values. Products of int8 are summed in int32, those of float8 in float32; scales
   multiply the sums. int8 goes with weights of int8 and of 4 bits, float8 with weights of float8.
@@ -35,8 +35,8 @@ BACKENDS = {
     "tpu": tpu.quantized_matmul,
     "gpu": gpu.quantized_matmul,
 }
-# XLA makes three kernels of it, that read x twice: as long as a decode's product with a small
-# weight takes. So TPUs and GPUs have one.
+# XLA makes three kernels of quantizing, which read x twice: that takes as long as a decode's
+# product with a small weight. So TPUs and GPUs have a kernel.
 ACTIVATION_BACKENDS = {
     "reference": xla.quantize_activations,
     "xla": xla.quantize_activations,
@@ -56,11 +56,11 @@ def quantized_matmul(
     out_dtype: Any = None,
     backend: str | None = None,
 ) -> Float[Array, "T F"]:
-    """x @ w for a quantized w; the formula is in the module's text.
+    """Return x @ w for a quantized w; the formula is in the module's text.
 
     `activation_dtype` quantizes a floating x first; an x that is int8 or float8_e4m3fn already
     comes with its `x_scale`. The result is of `out_dtype`, by default of x's dtype, or of x_scale's
-    where x came quantized. `backend` names the product's; x is quantized by what is best for the
+    where x came quantized. `backend` is that of the product; x is quantized by the best one for the
     platform. Raises `ValueError` for shapes and types that do not fit together.
     """
     weight.check()
@@ -84,7 +84,7 @@ def quantized_matmul(
 def quantize_activations(
     x: Float[Array, "T D"], dtype: ActivationDtype, *, backend: str | None = None
 ) -> tuple[Num[Array, "T D"], Float[Array, "T 1"]]:
-    """Values of `dtype` and float32 scales; the formula is in the module's text."""
+    """Return values of `dtype` and float32 scales; the formula is in the module's text."""
     return dispatch(
         "quantize_activations", ACTIVATION_BACKENDS, backend, x, jnp.dtype(dtype), QUANTIZED[dtype]
     )

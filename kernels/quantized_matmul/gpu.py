@@ -2,11 +2,11 @@
 
 Formula and contract: `api.py`; the kernel: `gpu_kernel.py`. Few tokens (decodes) are bound by
 memory: small tiles, and the rows of the weight are split among programs, whose partial results XLA
-sums, so that all multiprocessors fetch. Many are bound by the tensor cores: large tiles, in bands
-that share their columns in L2.
+sums, so that all multiprocessors fetch. Many tokens are bound by the tensor cores: large tiles, in
+bands that share their columns in L2.
 
-float8 is multiplied as such from compute capability 8.9 on. Before, and with activations of 16 or
-32 bits, its values are made floating by integer instructions; activations of float8 are then
+float8 is multiplied as such from compute capability 8.9 on. On older chips, and with activations
+of 16 or 32 bits, its values are converted by integer instructions; activations of float8 are then
 multiplied as bfloat16, which holds them and the values exactly.
 
 Measured by compiling for sm_80 and sm_90 without a device (Triton 3.6.0): no kernel spills.
@@ -34,26 +34,26 @@ from jaxinfer.kernels.triton_launch import (
 from jaxinfer.kernels.tuning import tuned
 
 FLOAT8 = "float8_e4m3fn"
-# That keep an H100 busy, two a multiprocessor. Taken for every chip: on an A100, which 216 keep
-# busy, rows may be split once more than they need be. Tuned values correct it.
+# Programs that keep an H100 busy, two a multiprocessor. Used for every chip: on an A100, which 216
+# keep busy, rows may be split once more than necessary. Tuned values correct it.
 PROGRAMS = 264
 MAX_SPLITS = 16
 LONGEST_TOKEN = 65536
-FEW_TOKENS = 64  # up to which memory is the limit
+FEW_TOKENS = 64  # up to so many tokens memory is the limit
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiling:
-    """How a call is cut. Results differ by rounding alone.
+class GpuQuantizedTiling:
+    """How a call is divided. Results differ by rounding alone.
 
-    `row_tile` is a wish, of rows of values as they are stored: the tile is the largest power of two
+    `row_tile` is an upper bound, in rows of values as stored: the tile is the largest power of two
     up to it that lies in one group and one run of packed bytes.
     """
 
     token_tile: int
     column_tile: int
     row_tile: int
-    splits: int = 1  # of the rows
+    splits: int = 1  # parts that the rows are split into
     num_warps: int = 4
     num_stages: int = 3
     band: int = 8
@@ -68,10 +68,10 @@ class Tiling:
         check_schedule(self.num_warps, self.num_stages)
 
 
-def heuristic(x, weight: QuantArray) -> Tiling:
-    """A tiling from shapes and types alone: arrays as a backend takes them.
+def heuristic(x, weight: QuantArray) -> GpuQuantizedTiling:
+    """Return a tiling from shapes and types alone, of arrays as a backend takes them.
 
-    Where each group has sums of its own, or a tile holds two of weights (4 bits), registers are
+    Where each group has its own sums, or a tile holds two tiles of weights (4 bits), registers are
     short (255 a thread, by ptxas): such tiles are smaller, or have more warps.
     """
     T, F = x.shape[0], weight.num_columns
@@ -79,28 +79,28 @@ def heuristic(x, weight: QuantArray) -> Tiling:
     is_grouped, is_packed = weight.num_groups > 1, weight.bits == 4
     if T > FEW_TOKENS:
         if bits == 32:  # no tensor cores, and twice the registers
-            return Tiling(64, 64, 16, num_warps=8, num_stages=2)
+            return GpuQuantizedTiling(64, 64, 16, num_warps=8, num_stages=2)
         rows = (32 if is_packed else 64) * (1 if bits == 16 else 2)
         has_sums = is_grouped and (bits == 8 or x.dtype == jnp.float16)
-        return Tiling(64 if is_packed and has_sums else 128, 128, rows, num_warps=8)
+        return GpuQuantizedTiling(64 if is_packed and has_sums else 128, 128, rows, num_warps=8)
     token_tile = max(16, 1 << (T - 1).bit_length())
     column_tile = 64 if bits == 32 or F < 128 * 32 else 128
     row_tile = 32 if bits == 32 else 64 if token_tile == FEW_TOKENS else 128
     tiles = -(-F // column_tile)
-    turns = -(-weight.values.shape[0] // row_tile)
+    iterations = -(-weight.values.shape[0] // row_tile)
     splits = 1
-    while splits < MAX_SPLITS and tiles * splits < PROGRAMS and turns >= 8 * splits:
+    while splits < MAX_SPLITS and tiles * splits < PROGRAMS and iterations >= 8 * splits:
         splits *= 2
     num_warps = 8 if token_tile > 16 and (is_grouped or bits == 32) else 4
-    return Tiling(token_tile, column_tile, row_tile, splits, num_warps)
+    return GpuQuantizedTiling(token_tile, column_tile, row_tile, splits, num_warps)
 
 
-def candidates(x, weight: QuantArray, **options: Any) -> list[Tiling]:
-    """Tilings worth a measurement for the front door's arguments."""
+def candidates(x, weight: QuantArray, **options: Any) -> list[GpuQuantizedTiling]:
+    """Return the tilings worth measuring for the arguments of `quantized_matmul`."""
     T = x.shape[0]
     if T > FEW_TOKENS:
         return [
-            Tiling(tokens, columns, rows, 1, warps, stages)
+            GpuQuantizedTiling(tokens, columns, rows, 1, warps, stages)
             for tokens, columns in ((64, 128), (128, 64), (128, 128), (128, 256))
             for rows in (32, 64, 128)
             for warps in (4, 8)
@@ -109,7 +109,7 @@ def candidates(x, weight: QuantArray, **options: Any) -> list[Tiling]:
         ]
     token_tile = max(16, 1 << (T - 1).bit_length())
     return [
-        Tiling(token_tile, columns, rows, splits, warps, stages)
+        GpuQuantizedTiling(token_tile, columns, rows, splits, warps, stages)
         for columns in (32, 64, 128)
         for rows in (64, 128)
         for splits in (1, 2, 4, 8, 16)
@@ -119,7 +119,7 @@ def candidates(x, weight: QuantArray, **options: Any) -> list[Tiling]:
 
 
 def tiling_key(x, weight: QuantArray, **options: Any) -> str:
-    """What the choice of a tiling depends on."""
+    """Return the key of a measured tiling."""
     kind = "float8" if weight.is_float else f"int{weight.bits}"
     zeros = " zeros" if weight.zeros is not None else ""
     taken = options.get("activation_dtype") or jnp.dtype(x.dtype).name
@@ -133,10 +133,11 @@ def quantized_matmul(
     *,
     x_scale,  # [T, 1] or None
     out_dtype,
-    tiling: Tiling | None = None,
+    tiling: GpuQuantizedTiling | None = None,
     launch: Launcher = jax_triton,
 ):
-    """Declines (`NotImplementedError`) without Triton, and groups too short for a tile."""
+    """Return [T, F]. Declines (`NotImplementedError`) without Triton, and groups too short for a
+    tile."""
     require_triton()
     key = tiling_key(x, weight)
     values = weight.values
@@ -162,8 +163,11 @@ def quantize_activations(
     *,
     launch: Launcher = jax_triton,
 ):
-    """A program a token; formula: `api.py`. Declines (`NotImplementedError`) without
-    Triton, float8 on chips that lack it, and tokens too long for a program's registers."""
+    """Return (values, scales), a program a token; formula: `api.py`.
+
+    Declines (`NotImplementedError`) without Triton, float8 on chips that lack it, and tokens too
+    long for a program's registers.
+    """
     require_triton()
     T, D = x.shape
     if dtype == FLOAT8 and not _multiplies_float8():
@@ -181,15 +185,17 @@ def quantize_activations(
 
 
 def _multiplies_float8() -> bool:
-    """Of the chip in use; one that does not say (a CPU, in tests) does."""
+    """Return whether the chip in use multiplies float8; one that reports nothing (a CPU, in tests)
+    counts as if it did."""
     capability = capability_in_use()
     return capability is None or capability >= FLOAT8_CAPABILITY
 
 
-def _scaling(tiling: Tiling, x, weight: QuantArray, is_x_quantized: bool) -> str:
-    """Where a group's scale goes (`gpu_kernel.py`): on a tile's weights or its sums, what is less.
+def _scaling(tiling: GpuQuantizedTiling, x, weight: QuantArray, is_x_quantized: bool) -> str:
+    """Return where a group's scale is applied (`gpu_kernel.py`): to a tile's weights or to its
+    sums, whichever are fewer.
 
-    But float16 does not hold every scaled weight, and integer products need sums of their own.
+    float16 does not hold every scaled weight, and integer products need sums of their own.
     """
     if weight.num_groups == 1:
         return "end"
@@ -198,8 +204,9 @@ def _scaling(tiling: Tiling, x, weight: QuantArray, is_x_quantized: bool) -> str
     return "weights"
 
 
-def _row_tile(tiling: Tiling, x, weight: QuantArray, scaling: str) -> int:
-    """Rows of a tile of values. Raises `NotImplementedError` for groups it cannot cut."""
+def _row_tile(tiling: GpuQuantizedTiling, x, weight: QuantArray, scaling: str) -> int:
+    """Return the rows of a tile of values. Raises `NotImplementedError` for groups it cannot
+    cut."""
     limits = [weight.pack_rows // 2] if weight.bits == 4 else []
     if scaling != "end":
         limits.append(weight.group_size)
@@ -214,12 +221,14 @@ def _row_tile(tiling: Tiling, x, weight: QuantArray, scaling: str) -> int:
     return rows
 
 
-def _launch(x, weight: QuantArray, values, x_scale, out, tiling: Tiling, scaling: str, rows: int):
+def _launch(
+    x, weight: QuantArray, values, x_scale, out, tiling: GpuQuantizedTiling, scaling: str, rows: int
+):
     from jaxinfer.kernels.quantized_matmul.gpu_kernel import _quantized_matmul
 
     T, F = x.shape[0], weight.num_columns
     num_rows = values.shape[0]
-    turns = -(-num_rows // (rows * tiling.splits))
+    iterations = -(-num_rows // (rows * tiling.splits))
     has_zeros, has_x_scale = weight.zeros is not None, x_scale is not None
     tiles = -(-T // tiling.token_tile) * -(-F // tiling.column_tile)
     return TritonLaunch(
@@ -237,8 +246,8 @@ def _launch(x, weight: QuantArray, values, x_scale, out, tiling: Tiling, scaling
         {
             "F": F,
             "ROWS": num_rows,
-            "TURNS": turns,
-            "IS_EVEN": num_rows == tiling.splits * turns * rows,
+            "ITERATIONS": iterations,
+            "IS_EVEN": num_rows == tiling.splits * iterations * rows,
             "GROUP": weight.group_size,
             "HALF": weight.pack_rows // 2,
             "IS_FLOAT8": weight.is_float and x.dtype != FLOAT8,

@@ -1,15 +1,15 @@
 """The Triton kernel of the product with a quantized weight.
 
-A program computes a tile of the result, or a split's part of it, over its share of the rows. Four
-bits are taken as bytes: a tile of byte rows is two tiles of weights, multiplied with two tiles of
-x. Values stay exact in the operands' type (int8 and 4 bits fit bfloat16's and float16's mantissa,
-float8 fits both) unless the weights are scaled before the product.
+A program computes a tile of the result, or a split's part of it, over its share of the rows.
+Four-bit values are loaded as bytes: a tile of byte rows is two tiles of weights, multiplied with
+two tiles of x. Values stay exact in the operands' type (int8 and 4 bits fit bfloat16's and
+float16's mantissa, float8 fits both) unless the weights are scaled before the product.
 
-SCALING says where a group's scale goes:
+SCALING is where a group's scale is applied:
 
-    "end"     one group a column: on the sums, when they are complete
-    "sums"    on the sums of each tile of rows, which lies in one group
-    "weights" on the weights, before the product
+    "end"     one group a column: to the sums, when they are complete
+    "sums"    to the sums of each tile of rows, which lies in one group
+    "weights" to the weights, before the product
 
 (`no_type_check`: Triton's interpreter finds a function's globals in the function itself, not in a
 checker's wrapper around it.)
@@ -27,9 +27,10 @@ ROUNDER = tl.constexpr(12582912.0)
 @triton.jit
 @no_type_check
 def _float8_values(raw):
-    """float8_e4m3fn, given as bytes, in float32; for chips without the type. NaN is read as 480.
+    """Return float8_e4m3fn, given as bytes, in float32, for chips without the type.
 
-    Its bits are put in the places of float16's, whose exponent counts from 8 more.
+    NaN is read as 480. The bits are put at their places in a float16, whose exponent bias is 8
+    more.
     """
     wide = raw.to(tl.uint16)
     bits = ((wide & 0x7F) << 7) | ((wide & 0x80) << 8)
@@ -39,7 +40,8 @@ def _float8_values(raw):
 @triton.jit
 @no_type_check
 def _tile_of(program, T, F, BT: tl.constexpr, BF: tl.constexpr, BAND: tl.constexpr):
-    """Tiles of tokens and of columns, a band of BAND tiles of tokens at a time, columns slowest."""
+    """Return the tile of tokens and the tile of columns: a band of BAND tiles of tokens at a time,
+    columns slowest."""
     token_tiles, column_tiles = tl.cdiv(T, BT), tl.cdiv(F, BF)
     band = program // (BAND * column_tiles)
     first = band * BAND
@@ -51,8 +53,11 @@ def _tile_of(program, T, F, BT: tl.constexpr, BF: tl.constexpr, BAND: tl.constex
 @triton.jit
 @no_type_check
 def _product(x, w, sums):
-    """sums + x @ w. Of float8, Hopper's adder keeps fewer bits than float32: every 128 products are
-    added to the sums outside it (as in DeepSeek-V3, arXiv:2412.19437)."""
+    """Return sums + x @ w.
+
+    For float8, Hopper's adder keeps fewer bits than float32: every 128 products are added to the
+    sums outside it (as in DeepSeek-V3, arXiv:2412.19437).
+    """
     if x.dtype == tl.int8:
         sums = tl.dot(x, w, sums, out_dtype=tl.int32)
     elif x.dtype == tl.float8e4nv:
@@ -77,7 +82,7 @@ def _add_tile(
     HAS_ZEROS: tl.constexpr,
     SCALING: tl.constexpr,
 ):
-    """The sums with a tile's products; x_sums too where zeros are subtracted at the end."""
+    """Return the sums with a tile's products added, and x_sums, which zeros multiply at the end."""
     scaled: tl.constexpr = SCALING != "end"
     if scaled:
         scale = tl.load(scale_ptrs, mask=is_scale, other=0.0).to(tl.float32)
@@ -86,7 +91,7 @@ def _add_tile(
 
     if IS_FLOAT8:
         w = _float8_values(values)
-    elif values.dtype == tl.uint8:  # int8 is what converts to floating in one instruction
+    elif values.dtype == tl.uint8:  # int8 converts to floating point in one instruction
         w = values.to(tl.int8) - MIDDLE
     else:
         w = values
@@ -128,7 +133,7 @@ def _store_tile(
     HAS_X_SCALE: tl.constexpr,
     SCALING: tl.constexpr,
 ):
-    """Complete sums, with what multiplies them at the end."""
+    """Store complete sums, times what multiplies them at the end."""
     out = sums.to(tl.float32)
     if SCALING == "end":
         if HAS_ZEROS:
@@ -151,9 +156,9 @@ def _quantized_matmul(
     x_scale_ptr,  # [T]; not read without HAS_X_SCALE
     T,
     out_ptr,  # [splits, T, F]
-    F: tl.constexpr,  # known when compiled, so that loads of whole vectors are found to be aligned
+    F: tl.constexpr,  # known at compile time, so that loads of whole vectors are seen to be aligned
     ROWS: tl.constexpr,  # of values: D, or D / 2 of 4 bits
-    TURNS: tl.constexpr,  # tiles of rows of a split
+    ITERATIONS: tl.constexpr,  # tiles of rows of a split
     IS_EVEN: tl.constexpr,  # the splits' tiles cover ROWS exactly
     GROUP: tl.constexpr,  # rows of w
     HALF: tl.constexpr,  # byte rows in a run; 0: 8 bits
@@ -176,8 +181,8 @@ def _quantized_matmul(
     is_integer: tl.constexpr = SCALING == "end" and x_ptr.dtype.element_ty == tl.int8
     sums = tl.zeros([BT, BF], tl.int32 if is_integer else tl.float32)
     x_sums = tl.zeros([BT], tl.float32)
-    for turn in range(0, TURNS):
-        row = (tl.program_id(1) * TURNS + turn) * BK
+    for iteration in range(0, ITERATIONS):
+        row = (tl.program_id(1) * ITERATIONS + iteration) * BK
         is_row = inner < ROWS - row
         is_value = is_column[None, :] if IS_EVEN else is_column[None, :] & is_row[:, None]
         is_x = is_token[:, None] if IS_EVEN else is_token[:, None] & is_row[None, :]

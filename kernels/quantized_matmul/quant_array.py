@@ -1,4 +1,4 @@
-"""Quantized weights: `QuantArray`, a pytree in place of an array [D, F]; there and back.
+"""Quantized weights: `QuantArray`, a pytree that replaces an array [D, F], and its conversions.
 
 A weight in row d and column f, of group j = d // group_size of that column's rows, is
 
@@ -30,7 +30,7 @@ from jaxinfer.kernels.kv_pages import QUANTIZED
 
 HALF_PACK = 128  # most rows between the two halves of a byte: the lanes of a TPU's register
 FLOAT8_MAX = QUANTIZED["float8_e4m3fn"]
-MIDDLE = 8  # of the values 0..15 of four bits
+MIDDLE = 8  # the middle of the four-bit values 0..15
 
 
 @partial(
@@ -40,7 +40,7 @@ MIDDLE = 8  # of the values 0..15 of four bits
 )
 @dataclasses.dataclass(frozen=True)
 class QuantArray:
-    """A quantized weight [D, F]; the three arrays may have the same axes in front (experts, say).
+    """A quantized weight [D, F]; the three arrays may share leading axes (experts, say).
 
     The meaning of the fields is in the module's text. `values` are int8 or float8_e4m3fn [D, F], or
     uint8 [D / 2, F] for 4 bits; `scales` and `zeros` (None: the middle) [D / group_size, F]. They
@@ -55,11 +55,12 @@ class QuantArray:
     pack_rows: int = 0  # 8 bits: 0
 
     def __getitem__(self, index: Any) -> QuantArray:
-        """`weight[i]`: one of several matrices, by the axes in front; `weight[...]`: itself."""
+        """Return `weight[i]`, one of several matrices by the leading axes; `weight[...]` is
+        itself."""
         return jax.tree.map(lambda a: a[index], self)
 
     def columns(self, index: Any) -> QuantArray:
-        """Those columns [D, len(index)]."""
+        """Return those columns as a weight [D, len(index)]."""
         return jax.tree.map(lambda a: a[..., index], self)
 
     @property
@@ -79,7 +80,7 @@ class QuantArray:
 
     @property
     def num_groups(self) -> int:
-        """Of a column."""
+        """Groups of a column."""
         return self.num_rows // self.group_size
 
     @property
@@ -88,17 +89,17 @@ class QuantArray:
 
     @property
     def middle(self) -> int:
-        """What is subtracted from the values where `zeros` is None."""
+        """The number subtracted from the values where `zeros` is None."""
         return MIDDLE if self.bits == 4 else 0
 
     @property
     def bytes_per_weight(self) -> float:
-        """With its share of the scales and zeros."""
+        """Bytes of a weight with its share of the scales and zeros."""
         arrays = [self.scales] if self.zeros is None else [self.scales, self.zeros]
         return self.bits / 8 + sum(a.dtype.itemsize for a in arrays) / self.group_size
 
     def check(self) -> None:
-        """Raises `ValueError` where the fields do not fit together."""
+        """Raise `ValueError` where the fields do not fit together."""
         allowed = ("uint8",) if self.bits == 4 else ("int8", "float8_e4m3fn")
         if self.bits not in (4, 8) or jnp.dtype(self.values.dtype).name not in allowed:
             raise ValueError(
@@ -119,7 +120,7 @@ class QuantArray:
 
 
 def check_groups(num_rows: int, group_size: int) -> None:
-    """Raises `ValueError` for groups that do not divide the rows."""
+    """Raise `ValueError` for groups that do not divide the rows."""
     if group_size < 1 or num_rows % group_size:
         raise ValueError(
             f"group_size is {group_size}; it must divide D = {num_rows} (D: a scale a column)"
@@ -127,7 +128,7 @@ def check_groups(num_rows: int, group_size: int) -> None:
 
 
 def pack_rows_for(num_rows: int) -> int:
-    """Twice the largest power of two, up to `HALF_PACK`, of which D is an even multiple.
+    """Return twice the largest power of two, up to `HALF_PACK`, of which D is an even multiple.
 
     Raises `ValueError` for an odd D.
     """
@@ -146,7 +147,7 @@ def quantize(
     is_float: bool = False,
     scale_dtype: Any = np.float32,
 ) -> QuantArray:
-    """The nearest `QuantArray` to `w`, each group by its own range; NumPy in, NumPy out.
+    """Return the nearest `QuantArray` to `w`, each group by its own range; NumPy in, NumPy out.
 
     `group_size` None: a scale for each column. Without zeros the largest magnitude of a group
     becomes 7, 127 or (`is_float`, 8 bits: float8_e4m3fn) 448; with them, its range, made to hold 0,
@@ -193,7 +194,7 @@ def _value_range(bits: int, has_zeros: bool, is_float: bool) -> tuple[float, flo
 
 
 def dequantize(weight: QuantArray, dtype: Any = jnp.float32) -> Float[Array, "*E D F"]:
-    """The weight that the values stand for, computed in float32 (float64 if `dtype` is that)."""
+    """Return the weight that the values stand for, computed in float32 (float64 if `dtype` is)."""
     wide = jnp.promote_types(dtype, jnp.float32)
     values = unpack(jnp.asarray(weight.values), weight.pack_rows) if weight.bits == 4 else None
     values = jnp.asarray(weight.values if values is None else values).astype(wide)
@@ -207,7 +208,7 @@ def dequantize(weight: QuantArray, dtype: Any = jnp.float32) -> Float[Array, "*E
 def pack(
     values: UInt8[Array | np.ndarray, "*E D F"], pack_rows: int
 ) -> UInt8[Array | np.ndarray, "*E rows F"]:
-    """Values 0..15, two in a byte; the order is in the module's text."""
+    """Pack values 0..15, two in a byte; the order is in the module's text."""
     runs = values.reshape(*values.shape[:-2], -1, 2, pack_rows // 2, values.shape[-1])
     packed = runs[..., 0, :, :] | (runs[..., 1, :, :] << 4)
     return packed.reshape(*values.shape[:-2], values.shape[-2] // 2, values.shape[-1])
@@ -216,7 +217,7 @@ def pack(
 def unpack(
     packed: UInt8[Array | np.ndarray, "*E rows F"], pack_rows: int
 ) -> UInt8[Array | np.ndarray, "*E D F"]:
-    """The inverse of `pack`."""
+    """Unpack bytes to values 0..15, the inverse of `pack`."""
     xp: Any = np if isinstance(packed, np.ndarray) else jnp
     runs = packed.reshape(*packed.shape[:-2], -1, pack_rows // 2, packed.shape[-1])
     both = xp.stack([runs & 15, runs >> 4], axis=-3)

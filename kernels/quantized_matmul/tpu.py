@@ -1,9 +1,9 @@
 """A product with a quantized weight on TPUs: one Pallas (Mosaic) kernel.
 
 Formula and contract: `api.py`. The grid walks tiles of tokens, of columns and, innermost, of rows;
-a tile of values is made numbers that the multiplier takes in VMEM (`tpu_kernel.py`), so that memory
-moves the values alone. Where a chip multiplies no int8 or float8, activations of that type are
-multiplied as bfloat16, which holds them and the values exactly.
+a tile of values is converted in VMEM to numbers that the multiplier takes (`tpu_kernel.py`), so
+that memory moves only the values. Where a chip multiplies no int8 or float8, activations of that
+type are multiplied as bfloat16, which holds them and the values exactly.
 
 Measured by compiling for v4, v5e, v5p, v6e and 7x without a device (jax 0.10.2, libtpu 0.0.42.1).
 """
@@ -21,12 +21,12 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jaxinfer.kernels.dispatch import device_kind
 from jaxinfer.kernels.quantized_matmul.quant_array import QuantArray
-from jaxinfer.kernels.quantized_matmul.tpu_kernel import Plan, kernel
+from jaxinfer.kernels.quantized_matmul.tpu_kernel import TpuQuantizedPlan, kernel
 from jaxinfer.kernels.tpu_chips import MEBI, SMALL_VMEM
 from jaxinfer.kernels.tuning import tuned
 
 LANES = 128
-# Chips whose multiplier takes operands of the type, by what their names begin with.
+# Chips whose multiplier takes operands of the type, by the beginning of their names.
 MULTIPLIES = {
     "int8": ("TPU v5", "TPU v6"),
     "float8_e4m3fn": ("TPU7",),
@@ -34,10 +34,10 @@ MULTIPLIES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiling:
-    """How a call is cut. Results differ by rounding alone.
+class TpuQuantizedTiling:
+    """How a call is divided. Results differ by rounding alone.
 
-    A tile is whole in an axis that is shorter; `row_tile` is a wish: the tile is the largest
+    A tile covers an axis that is shorter; `row_tile` is an upper bound: the tile is the largest
     divisor of D up to it that whole groups, bytes and lanes allow.
     """
 
@@ -53,24 +53,24 @@ class Tiling:
                 )
 
 
-def heuristic(x, weight: QuantArray) -> Tiling:
-    """A tiling from shapes and types alone.
+def heuristic(x, weight: QuantArray) -> TpuQuantizedTiling:
+    """Return a tiling from shapes and types alone.
 
     Few tokens: tiles of half a million weights, whose fetch takes longer than a step of the grid
     costs (about 0.35 microseconds, in which a v5e moves 0.3 MB). Many: 512 tokens to a tile, which
-    share the work of making the values floating, and 1,024 columns, which share a fetch of x.
+    share the work of converting the values, and 1,024 columns, which share a fetch of x.
     """
     if x.shape[0] <= 128:
-        return Tiling(token_tile=128, column_tile=512, row_tile=1024)
-    return Tiling(token_tile=512, column_tile=1024, row_tile=512)
+        return TpuQuantizedTiling(token_tile=128, column_tile=512, row_tile=1024)
+    return TpuQuantizedTiling(token_tile=512, column_tile=1024, row_tile=512)
 
 
-def candidates(x, weight: QuantArray, **options: Any) -> list[Tiling]:
-    """Tilings worth a measurement for the front door's arguments."""
+def candidates(x, weight: QuantArray, **options: Any) -> list[TpuQuantizedTiling]:
+    """Return the tilings worth measuring for the arguments of `quantized_matmul`."""
     T = x.shape[0]
     tokens = [128] if T <= 128 else [256, 512, 1024]
     tilings = [
-        Tiling(token_tile, column_tile, row_tile)
+        TpuQuantizedTiling(token_tile, column_tile, row_tile)
         for token_tile in tokens
         for column_tile in (256, 512, 1024, 2048)
         for row_tile in (256, 512, 1024, 2048)
@@ -80,7 +80,7 @@ def candidates(x, weight: QuantArray, **options: Any) -> list[Tiling]:
 
 
 def tiling_key(x, weight: QuantArray, **options: Any) -> str:
-    """What the choice of a tiling depends on."""
+    """Return the key of a measured tiling."""
     kind = "float8" if weight.is_float else f"int{weight.bits}"
     zeros = " zeros" if weight.zeros is not None else ""
     taken = options.get("activation_dtype") or jnp.dtype(x.dtype).name
@@ -88,8 +88,9 @@ def tiling_key(x, weight: QuantArray, **options: Any) -> str:
     return f"T={T} D={D} F={F} {kind}/{weight.group_size}{zeros} {taken}"
 
 
-def _tiles(tiling: Tiling, x, weight: QuantArray) -> tuple[int, int, int]:
-    """Tokens, columns and rows of a tile. Raises `NotImplementedError` for groups it cannot cut."""
+def _tiles(tiling: TpuQuantizedTiling, x, weight: QuantArray) -> tuple[int, int, int]:
+    """Return the tokens, columns and rows of a tile. Raises `NotImplementedError` for groups it
+    cannot cut."""
     D, group = weight.num_rows, weight.group_size
     if group != D and group % 32:
         raise NotImplementedError(f"groups of {group} rows; a tile holds multiples of 32")
@@ -104,7 +105,8 @@ def _tiles(tiling: Tiling, x, weight: QuantArray) -> tuple[int, int, int]:
 
 
 def vmem_bytes(tiles: tuple[int, int, int], weight: QuantArray, operand: Any) -> int:
-    """What the kernel takes: each operand twice, sums, products, and the weights as multiplied."""
+    """Return the kernel's bytes: each operand twice, sums, products, and the weights as
+    multiplied."""
     tokens, columns, rows = tiles
     wide = -(-columns // LANES) * LANES
     groups = -(-weight.num_groups // 8) * 8 * (1 if weight.zeros is None else 2)
@@ -118,7 +120,7 @@ def _room() -> int:
 
 
 def _operand(dtype: Any) -> Any:
-    """The type in which numbers of an x of `dtype` are multiplied on the chip in use."""
+    """Return the type in which numbers of an x of `dtype` are multiplied on the chip in use."""
     name = jnp.dtype(dtype).name
     kinds = MULTIPLIES.get(name)
     return name if kinds is None or device_kind().startswith(kinds) else "bfloat16"
@@ -130,10 +132,10 @@ def quantized_matmul(
     *,
     x_scale,  # [T, 1] or None
     out_dtype,
-    tiling: Tiling | None = None,
+    tiling: TpuQuantizedTiling | None = None,
     interpret: Any = False,  # for tests: pltpu.InterpretParams()
 ):
-    """Declines (`NotImplementedError`) what Mosaic cannot compile."""
+    """Return [T, F]. Declines (`NotImplementedError`) what Mosaic cannot compile."""
     operand = jnp.dtype(x.dtype).name if interpret else _operand(x.dtype)
     if not interpret and "float16" in (operand, out_dtype.name):
         raise NotImplementedError("Mosaic loads no float16; use bfloat16 or float32")
@@ -153,13 +155,16 @@ def quantized_matmul(
     return _call(plan, tiles, vmem, out_dtype, interpret, x_scale is not None)(*arrays)
 
 
-def _plan(tiles, weight: QuantArray, operand: Any, is_x_quantized: bool) -> Plan:
-    """Weights are scaled before the product where that costs less than scaling its sums, group by
+def _plan(tiles, weight: QuantArray, operand: Any, is_x_quantized: bool) -> TpuQuantizedPlan:
+    """Return what the kernel is compiled for.
+
+    Weights are scaled before the product where that costs less than scaling its sums, group by
     group, or where a group is too short for the multiplier. Not where x came quantized: it is as
-    exact as its float32 scales, which bfloat16 weights would not be."""
+    exact as its float32 scales, which bfloat16 weights would not be.
+    """
     tokens, _, rows = tiles
     group = weight.group_size
-    return Plan(
+    return TpuQuantizedPlan(
         operand=jnp.dtype(operand),
         row_tile=rows,
         group=group,
@@ -170,19 +175,19 @@ def _plan(tiles, weight: QuantArray, operand: Any, is_x_quantized: bool) -> Plan
     )
 
 
-def _call(plan: Plan, tiles, vmem: int, out_dtype, interpret, has_x_scale: bool):
-    """The `pallas_call`; operands in the order of the kernel's."""
+def _call(plan: TpuQuantizedPlan, tiles, vmem: int, out_dtype, interpret, has_x_scale: bool):
+    """Return the `pallas_call`; operands in the order of the kernel's."""
     tokens, columns, rows = tiles
 
     def run(x, values, scales, *rest):
         (T, D), F, groups = x.shape, values.shape[1], scales.shape[0]
         value_rows = rows * values.shape[0] // D
-        of_column = pl.BlockSpec((groups, columns), lambda t, f, d: (0, f))
+        scales_spec = pl.BlockSpec((groups, columns), lambda t, f, d: (0, f))
         specs = [
             pl.BlockSpec((tokens, rows), lambda t, f, d: (t, d)),
             pl.BlockSpec((value_rows, columns), lambda t, f, d: (d, f)),
-            of_column,
-            *([of_column] if plan.has_zeros else []),
+            scales_spec,
+            *([scales_spec] if plan.has_zeros else []),
             *([pl.BlockSpec((tokens, 1), lambda t, f, d: (t, 0))] if has_x_scale else []),
         ]
         scratch = [pltpu.VMEM((tokens, columns), jnp.float32)]

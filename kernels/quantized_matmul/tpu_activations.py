@@ -13,8 +13,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxinfer.kernels.dispatch import device_kind
 from jaxinfer.kernels.tpu_chips import MEBI
 
-TILE_BYTES = 2 * MEBI  # of a tile of tokens in float32
-CONVERTS_FLOAT8 = ("TPU7",)  # from float32; by what the chips' names begin with
+TILE_BYTES = 2 * MEBI  # bytes of a tile of tokens in float32
+CONVERTS_FLOAT8 = ("TPU7",)  # chips that convert float32 to float8, by the beginning of their names
 
 
 def quantize_activations(
@@ -24,7 +24,7 @@ def quantize_activations(
     *,
     interpret: Any = False,  # for tests: pltpu.InterpretParams()
 ):
-    """Declines (`NotImplementedError`) what Mosaic cannot compile."""
+    """Return (values, scales). Declines (`NotImplementedError`) what Mosaic cannot compile."""
     T, D = x.shape
     if not interpret and x.dtype == jnp.float16:
         raise NotImplementedError("Mosaic loads no float16; use bfloat16 or float32")

@@ -1,7 +1,7 @@
 """The body of the TPU's product with a quantized weight: one tile of rows for a tile of the result.
 
-First the tile's values are made weights that the multiplier takes (`_weights`), then they are
-multiplied. A group's scale multiplies the weights (`is_scaled_first`) or the group's sums.
+First the tile's values are converted to weights that the multiplier takes (`_weights`), then they
+are multiplied. A group's scale multiplies the weights (`is_scaled_first`) or the group's sums.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 
-class Plan(NamedTuple):
-    """What a kernel is built for."""
+class TpuQuantizedPlan(NamedTuple):
+    """What a kernel is compiled for."""
 
-    operand: Any  # dtype of what is multiplied
+    operand: Any  # dtype of the operands of the product
     row_tile: int
     group: int  # rows
     half: int  # byte rows in a run of 4-bit values; 0: values of 8 bits
-    middle: int  # of the values, where there are no zeros
+    middle: int  # the middle of the values, where there are no zeros
     has_zeros: bool
     is_scaled_first: bool
 
     def makes_weights(self, dtype: Any) -> bool:
-        """Whether values of `dtype` need any work before they are multiplied."""
+        """Return whether values of `dtype` need any work before they are multiplied."""
         return bool(self.half) or self.is_scaled_first or dtype != self.operand
 
 
-def kernel(plan: Plan, has_x_scale: bool, *refs):
+def kernel(plan: TpuQuantizedPlan, has_x_scale: bool, *refs):
     refs = iter(refs)
     x_ref = next(refs)  # [tokens, rows]
     values_ref = next(refs)  # [rows, columns], of 4 bits [rows / 2, columns]
@@ -57,8 +57,8 @@ def kernel(plan: Plan, has_x_scale: bool, *refs):
             sums = _product(x, w_ref[first : first + step, :])
             if zeros_ref is not None:
                 total = x.astype(jnp.float32).sum(axis=1, keepdims=True)
-                sums -= total * _of_group(plan, d, first, zeros_ref)
-            sum_ref[...] += sums * _of_group(plan, d, first, scales_ref)
+                sums -= total * _group_row(plan, d, first, zeros_ref)
+            sum_ref[...] += sums * _group_row(plan, d, first, scales_ref)
 
     @pl.when(d == pl.num_programs(2) - 1)
     def _():
@@ -69,7 +69,7 @@ def kernel(plan: Plan, has_x_scale: bool, *refs):
 
 
 def _product(x, w):
-    """float32 [tokens, columns]; a tile's sums of int8 are exact."""
+    """Return the product in float32 [tokens, columns]; a tile's sums of int8 are exact."""
     is_integer = jnp.issubdtype(x.dtype, jnp.integer)
     return jax.lax.dot_general(
         x,
@@ -80,8 +80,8 @@ def _product(x, w):
     ).astype(jnp.float32)
 
 
-def _of_group(plan: Plan, d, row: int, ref):
-    """The scales or zeros [1, columns] of a row of the tile."""
+def _group_row(plan: TpuQuantizedPlan, d, row: int, ref):
+    """Return the scales or zeros [1, columns] of a row of the tile."""
     if plan.group >= plan.row_tile:
         group = d * plan.row_tile // plan.group
     else:
@@ -89,13 +89,13 @@ def _of_group(plan: Plan, d, row: int, ref):
     return ref[pl.ds(group, 1), :]
 
 
-def _weights(plan: Plan, d, values_ref, scales_ref, zeros_ref, w_ref):
+def _weights(plan: TpuQuantizedPlan, d, values_ref, scales_ref, zeros_ref, w_ref):
     """Fill `w_ref`, at most a group at a time."""
 
     def put(row: int, count: int, values):
         if plan.is_scaled_first:
-            zeros = plan.middle if zeros_ref is None else _of_group(plan, d, row, zeros_ref)
-            values = (values.astype(jnp.float32) - zeros) * _of_group(plan, d, row, scales_ref)
+            zeros = plan.middle if zeros_ref is None else _group_row(plan, d, row, zeros_ref)
+            values = (values.astype(jnp.float32) - zeros) * _group_row(plan, d, row, scales_ref)
         elif plan.middle:
             values = values - plan.middle
         if jnp.issubdtype(values.dtype, jnp.integer) and plan.operand != jnp.int8:

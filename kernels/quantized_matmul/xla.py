@@ -1,10 +1,10 @@
 """A product with a quantized weight in plain JAX.
 
-The weight is made floating whole and multiplied; where one scale serves a column, the scale
-multiplies the result instead, so that a compiler for TPUs or GPUs can convert the values while it
-reads them. A CPU writes the floating weight to memory at each call: XLA's own product of int8
-weights with floating activations was measured at 0.6 to 40 GFLOP/s there, its float32 one at 20 to
-66 (2 cores, jax 0.12). Its int8 x int8 -> int32 gave 66 to 217 from 8 tokens on: where 8-bit
+The whole weight is converted to floating point and multiplied; where one scale serves a column, the
+scale multiplies the result instead, so that a compiler for TPUs or GPUs can convert the values
+while it reads them. A CPU writes the converted weight to memory at each call: XLA's own product of
+int8 weights with floating activations was measured at 0.6 to 40 GFLOP/s there, its float32 one at
+20 to 66 (2 cores, jax 0.12). Its int8 x int8 -> int32 gave 66 to 217 from 8 tokens on: where 8-bit
 activations are accurate enough, they are the fast way on a CPU. Formula: `api.py`.
 """
 
@@ -34,10 +34,10 @@ def quantized_matmul(
 
 
 def _product(x, w):
-    """[T, D] @ [D, F], in int32 of integers and in float32 of others."""
+    """Return [T, D] @ [D, F], in int32 for integers and in float32 for others."""
     is_integer, T = jnp.issubdtype(x.dtype, jnp.integer), x.shape[0]
     if T == 1 and is_integer and platform() == "cpu":
-        # One row of int8 is no matrix to XLA on CPU: 0.76 ms at D = 1024, F = 4096, two rows 0.22
+        # XLA on CPU is slow with one row of int8: 0.76 ms at D = 1024, F = 4096, two rows 0.22
         # (2 cores, jax 0.10.2, November 2026).
         x = jnp.pad(x, ((0, 1), (0, 0)))
     return jax.lax.dot(
@@ -49,7 +49,7 @@ def _product(x, w):
 
 
 def _centred(weight: QuantArray):
-    """The values [D, F], less their middle where there are no zeros: int8 or float8."""
+    """Return the values [D, F], less their middle where there are no zeros: int8 or float8."""
     if weight.bits == 8:
         return weight.values
     values = unpack(weight.values, weight.pack_rows).astype(jnp.int8)
@@ -57,9 +57,9 @@ def _centred(weight: QuantArray):
 
 
 def _by_groups(x, weight: QuantArray):
-    """The sums of each group in the type of its values, then scaled: float32 [T, F].
+    """Return the sums of each group, made in the type of its values, then scaled: float32 [T, F].
 
-    One group at a time: all at once they would take num_groups x T x F numbers.
+    One group at a time, since all at once would take num_groups x T x F numbers.
     """
     T = x.shape[0]
     groups, F = weight.num_groups, weight.num_columns
@@ -68,15 +68,15 @@ def _by_groups(x, weight: QuantArray):
     scales = weight.scales.astype(jnp.float32)
     zeros = None if weight.zeros is None else weight.zeros.astype(jnp.float32)
 
-    def of_group(x, values, scale, zero):
+    def group_sums(x, values, scale, zero):
         sums = _product(x, values).astype(jnp.float32)
         if zero is not None:
             sums -= zero * x.sum(axis=1, keepdims=True, dtype=jnp.int32).astype(jnp.float32)
         return sums * scale
 
     if groups == 1:
-        return of_group(x[0], values[0], scales[0], None if zeros is None else zeros[0])
-    add = lambda total, group: (total + of_group(*group), None)
+        return group_sums(x[0], values[0], scales[0], None if zeros is None else zeros[0])
+    add = lambda total, group: (total + group_sums(*group), None)
     total, _ = jax.lax.scan(add, jnp.zeros((T, F), jnp.float32), (x, values, scales, zeros))
     return total
 

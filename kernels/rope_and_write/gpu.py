@@ -1,6 +1,6 @@
 """Rotary embedding and cache write on GPUs: one Triton launch, the pages in place.
 
-Formula and contract: `api.py`. Folded pages are a TPU's; here they are declined.
+Formula and contract: `api.py`. Folded pages, which suit TPUs, are declined.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from jaxinfer.kernels.tuning import tuned
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiling:
-    """How a call is cut: heads of a token that a program takes (a power of two), its warps."""
+class GpuRopeTiling:
+    """How a call is divided: heads of a token that a program takes (a power of two), its warps."""
 
     heads: int
     num_warps: int
@@ -37,37 +37,37 @@ class Tiling:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class GpuRopePlan:
     """What a program is compiled for; the kernel's only constexpr."""
 
-    num_heads: int  # of queries; 0: they stay where they are
+    num_heads: int  # heads of queries; 0: they are not copied
     num_kv_heads: int
     head_dim: int
     page_size: int
     half: int  # pairs that are rotated
-    half_padded: int  # to a power of two, as the next two
+    half_padded: int  # padded to a power of two, as the next two are
     rest_padded: int  # numbers of a head that are not rotated
     head_padded: int
-    q_heads: int  # that a program takes
+    q_heads: int  # heads that a program takes
     kv_heads: int
     q_blocks: int  # programs of a token
     kv_blocks: int
-    largest: float  # of the pages' quantized type; 0: not quantized
+    largest: float  # the largest number of the pages' quantized type; 0: not quantized
 
 
-def heuristic(q, k) -> Tiling:
-    """About 1024 numbers a program, 16 bytes of each half a thread: a decode of 64 tokens of
-    Llama-3-8B is then 384 programs, three for each multiprocessor of an H100."""
+def heuristic(q, k) -> GpuRopeTiling:
+    """Return a tiling with about 1024 numbers a program, 16 bytes of each half a thread: a decode
+    of 64 tokens of Llama-3-8B is then 384 programs, three for each multiprocessor of an H100."""
     heads = max(1, 1024 // _padded(q.shape[2]))
     most = _padded(max(q.shape[1], k.shape[1]))
-    return Tiling(min(heads, most), 2)
+    return GpuRopeTiling(min(heads, most), 2)
 
 
-def candidates(q, new: NewTokens, *_: Any, **__: Any) -> list[Tiling]:
+def candidates(q, new: NewTokens, *_: Any, **__: Any) -> list[GpuRopeTiling]:
     """Return the tilings worth measuring for the arguments of `rope_and_write`."""
     most = _padded(max(q.shape[1], new.k.shape[1]))
     sizes = [heads for heads in (1, 2, 4, 8, 16, 32) if heads <= most]
-    return [Tiling(heads, num_warps) for heads in sizes for num_warps in (1, 2, 4)]
+    return [GpuRopeTiling(heads, num_warps) for heads in sizes for num_warps in (1, 2, 4)]
 
 
 def tiling_key(q, new: NewTokens, _rotary, pages: KVPages, **_: Any) -> str:
@@ -82,7 +82,7 @@ def rope_and_write(
     rotary: Rotary | None,
     pages: KVPages,  # k, v: [P, K, B, H]
     *,
-    tiling: Tiling | None = None,
+    tiling: GpuRopeTiling | None = None,
     launch: Launcher = jax_triton,
 ):
     """Return (rotated queries, pages).
@@ -117,7 +117,7 @@ def rope_and_write(
         TritonLaunch(
             gpu_kernel.rope_and_write,
             (T, plan.q_blocks + 2 * plan.kv_blocks),
-            tuple(0 if x is None else x for x in inputs),  # the kernel does not look at a 0
+            tuple(0 if x is None else x for x in inputs),  # the kernel does not read a 0
             (same(None if cos is None else q), *(same(x) for x in pages)),
             {"plan": plan},
             num_warps=tiling.num_warps,
@@ -128,11 +128,11 @@ def rope_and_write(
     return q if cos is None else rotated, KVPages(*stored[:2], *scales)
 
 
-def _plan(tiling: Tiling, q, k, cos, pages) -> Plan:
+def _plan(tiling: GpuRopeTiling, q, k, cos, pages) -> GpuRopePlan:
     N, K, H = 0 if cos is None else q.shape[1], k.shape[1], k.shape[2]
     half = 0 if cos is None else cos.shape[1]
     q_heads, kv_heads = min(tiling.heads, _padded(N)), min(tiling.heads, _padded(K))
-    return Plan(
+    return GpuRopePlan(
         num_heads=N,
         num_kv_heads=K,
         head_dim=H,

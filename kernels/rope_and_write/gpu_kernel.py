@@ -1,7 +1,7 @@
 """The Triton kernel of rotary embedding and cache write: one launch for q, k and v.
 
 Program (t, i) takes a block of token t's heads: the first programs of a token queries, the next
-keys, the last values. A token's page and cell are read by each. Formula: `api.py`.
+keys, the last values. Each reads the token's page and offset. Formula: `api.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton.language as tl
 
 
 @triton.jit
-@no_type_check  # a checker of types would wrap it, and Triton compiles a function's source
+@no_type_check  # a type checker would wrap it, and Triton compiles a function's source
 def rope_and_write(
     heads,  # [T, N + 2 K, H]: queries, keys, values
     cos,  # [T, half]
@@ -92,9 +92,9 @@ def move(
     plan: tl.constexpr,
     largest: tl.constexpr,
 ):
-    """Heads from one place to another: rotated, and quantized where `largest` says so.
+    """Copy heads, rotated where `half` is not 0 and quantized where `largest` is not 0.
 
-    A head is two halves of what turns and the rest, each padded to a power of two.
+    A head is two rotated halves and the rest, each padded to a power of two.
     """
     dtype: tl.constexpr = source.dtype.element_ty
     rest_dim: tl.constexpr = plan.head_dim - 2 * half
@@ -134,8 +134,10 @@ def move(
 @triton.jit
 @no_type_check
 def narrowed(x, scale, target, largest: tl.constexpr):
-    """float32 numbers in the type that `target` points to, divided by their scale if it is
-    quantized; int8 rounds to nearest even: added, 1.5 * 2**23 leaves no room for a fraction."""
+    """Return float32 numbers in the type of `target`, divided by their scale if it is quantized.
+
+    int8 rounds to nearest even: adding 1.5 * 2**23 leaves no bits for a fraction.
+    """
     if largest > 0.0:
         x = tl.clamp(tl.div_rn(x, scale), -largest, largest)
         if largest == 127.0:

@@ -29,7 +29,7 @@ from jaxinfer.kernels.rotary import Rotary, rotate
 TILE_BYTES = 32  # rows of a tile times bytes of a number
 
 
-class Plan(NamedTuple):
+class TpuWritePlan(NamedTuple):
     """What the kernel is compiled for."""
 
     head_dim: int
@@ -43,7 +43,7 @@ class Plan(NamedTuple):
         return self.group * self.fold
 
 
-class Runs(NamedTuple):
+class TokenRuns(NamedTuple):
     """The step's runs of tokens of one group, in token order; empty runs follow the last."""
 
     page: jax.Array  # [T]
@@ -71,7 +71,7 @@ def rope_and_write(
         q, k = rotate(q, *rotary), rotate(k, *rotary)
     rows = pages.k.shape[2]
     tile = TILE_BYTES // pages.k.dtype.itemsize
-    plan = Plan(
+    plan = TpuWritePlan(
         head_dim=k.shape[2],
         fold=fold_of(pages.k.shape[3], k.shape[2]),
         page_rows=rows,
@@ -90,27 +90,27 @@ def rope_and_write(
     return q, KVPages(stored[0], None if pages.v is None else stored[1], *scales)
 
 
-def _runs(plan: Plan, page, offset, num_pages: int) -> tuple[Runs, jax.Array]:
+def _runs(plan: TpuWritePlan, page, offset, num_pages: int) -> tuple[TokenRuns, jax.Array]:
     """Return the runs and their number; where no token is stored, one run of no token in page 0."""
     T = page.shape[0]
     token = jnp.arange(T, dtype=jnp.int32)
     is_stored = page < num_pages
     group = offset // plan.tokens
-    of_pool = jnp.where(is_stored, page * (plan.page_rows // plan.group) + group, -1)
-    before, after = jnp.roll(of_pool, 1), jnp.roll(of_pool, -1)
-    is_first = is_stored & ((token == 0) | (of_pool != before))
-    is_last = is_stored & ((token == T - 1) | (of_pool != after))
+    pool_group = jnp.where(is_stored, page * (plan.page_rows // plan.group) + group, -1)
+    before, after = jnp.roll(pool_group, 1), jnp.roll(pool_group, -1)
+    is_first = is_stored & ((token == 0) | (pool_group != before))
+    is_last = is_stored & ((token == T - 1) | (pool_group != after))
     first = jnp.sort(jnp.where(is_first, token, T))
     end = jnp.sort(jnp.where(is_last, token + 1, T))
     is_run = first < T
     first = jnp.where(is_run, first, 0)
-    of_run = lambda x: jnp.where(is_run, x[first], 0).astype(jnp.int32)
-    runs = Runs(of_run(page), of_run(group), first, jnp.where(is_run, end, 0), offset)
+    per_run = lambda x: jnp.where(is_run, x[first], 0).astype(jnp.int32)
+    runs = TokenRuns(per_run(page), per_run(group), first, jnp.where(is_run, end, 0), offset)
     num_runs = jnp.maximum(is_first.sum(dtype=jnp.int32), 1)
-    return Runs(*(x.astype(jnp.int32) for x in runs)), num_runs
+    return TokenRuns(*(x.astype(jnp.int32) for x in runs)), num_runs
 
 
-def _rows_of_lanes(plan: Plan, x, lanes: int):
+def _rows_of_lanes(plan: TpuWritePlan, x, lanes: int):
     """[T, K, H] -> [T + tokens of a group, K, L]: each head repeated along the lanes, so that it is
     present in the part of the row that it belongs to.
 
@@ -121,7 +121,7 @@ def _rows_of_lanes(plan: Plan, x, lanes: int):
     return jnp.pad(x, ((0, plan.tokens), (0, 0), (0, behind)))
 
 
-def _call(plan: Plan, pages: list[Any], interpret, num_runs):
+def _call(plan: TpuWritePlan, pages: list[Any], interpret, num_runs):
     """Return the `pallas_call`; operands: runs, new keys (and values), pages of keys (and of
     values)."""
     _, K, _, lanes = pages[0].shape
@@ -129,7 +129,7 @@ def _call(plan: Plan, pages: list[Any], interpret, num_runs):
     group_at = lambda i, page, group, *_: (page[i], 0, group[i], 0)
     new = pl.BlockSpec((pl.Element(plan.tokens), pl.Element(K), pl.Element(lanes)), run_at)
     stored = pl.BlockSpec((1, K, plan.group, lanes), group_at)
-    num_scalars, num = len(Runs._fields), len(pages)
+    num_scalars, num = len(TokenRuns._fields), len(pages)
     return pl.pallas_call(
         partial(_kernel, plan),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -147,7 +147,7 @@ def _call(plan: Plan, pages: list[Any], interpret, num_runs):
 
 
 def _kernel(
-    plan: Plan,
+    plan: TpuWritePlan,
     page,  # [T], of each run, as the next three
     group,
     first,
@@ -156,13 +156,13 @@ def _kernel(
     *arrays,  # new [tokens, K, L], old and out [1, K, group, L], each of keys, then of values
 ) -> None:
     """Write one run: its group as it was, with the run's tokens in their slots."""
-    runs = Runs(page, group, first, end, offset)
+    runs = TokenRuns(page, group, first, end, offset)
     num = len(arrays) // 3
     for i in range(num):
         _put_rows(plan, runs, *arrays[i::num])
 
 
-def _put_rows(plan: Plan, runs: Runs, new, old, out) -> None:
+def _put_rows(plan: TpuWritePlan, runs: TokenRuns, new, old, out) -> None:
     """Write one run's group of rows.
 
     In float32, which holds every number of a narrower type: not every chip has masks and selects of

@@ -36,13 +36,15 @@ def assert_same(out, x, residual, weight) -> None:
 @pytest.mark.parametrize("rows", [32, 64, 96])
 def test_every_block_of_the_tpu_gives_the_same(rows):
     x, residual, weight, bias = arrays(100, 136)
-    backend = partial(tpu.add_norm, tiling=tpu.Tiling(rows), interpret=pltpu.InterpretParams())
+    backend = partial(
+        tpu.add_norm, tiling=tpu.TpuNormTiling(rows), interpret=pltpu.InterpretParams()
+    )
     out = jax.jit(partial(backend, options=OPTIONS))(x, residual, weight, bias)
     assert_same(out, x, residual, weight)
 
 
 @needs_triton
-@pytest.mark.parametrize("tiling", [gpu.Tiling(1, 1), gpu.Tiling(8, 4)], ids=str)
+@pytest.mark.parametrize("tiling", [gpu.GpuNormTiling(1, 1), gpu.GpuNormTiling(8, 4)], ids=str)
 def test_every_block_of_the_gpu_gives_the_same(tiling):
     x, residual, weight, bias = arrays(13, 136)
     out = gpu.add_norm(x, residual, weight, bias, OPTIONS, tiling=tiling, launch=interpret)
@@ -61,9 +63,9 @@ def test_the_heuristics_are_candidates_and_fit(T, D):
 
 def test_tilings_that_no_kernel_takes_are_refused():
     with pytest.raises(ValueError, match="rows is 3; it must be a power of two"):
-        gpu.Tiling(3, 4)
+        gpu.GpuNormTiling(3, 4)
     with pytest.raises(ValueError, match="rows is 16; it must be a multiple of 32"):
-        tpu.Tiling(16)
+        tpu.TpuNormTiling(16)
 
 
 def test_what_does_not_fit_a_chip_is_declined_with_the_reason():

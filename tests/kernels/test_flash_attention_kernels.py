@@ -50,14 +50,16 @@ def backend_of(monkeypatch):
 
 def test_no_fetch_races_with_the_arithmetic(backend_of):
     params = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)
-    tiling = tpu.Tiling(16, 128)
+    tiling = tpu.TpuFlashTiling(16, 128)
     backend_of("tpu", partial(tpu.flash_attention, interpret=params, tiling=tiling))
     check(make_case(SHAPE), "tpu", **VARIANT)
     races: Any = emulator.races
     assert not races.races_found
 
 
-@pytest.mark.parametrize("tiling", [None, tpu.Tiling(48, 256), tpu.Tiling(16, 512)], ids=name_of)
+@pytest.mark.parametrize(
+    "tiling", [None, tpu.TpuFlashTiling(48, 256), tpu.TpuFlashTiling(16, 512)], ids=name_of
+)
 def test_every_tpu_tiling_is_the_formula(backend_of, tiling):
     params = pltpu.InterpretParams()
     backend_of("tpu", partial(tpu.flash_attention, interpret=params, tiling=tiling))
@@ -65,7 +67,9 @@ def test_every_tpu_tiling_is_the_formula(backend_of, tiling):
 
 
 @needs_triton
-@pytest.mark.parametrize("tiling", [None, gpu.Tiling(64, 16), gpu.Tiling(16, 128)], ids=name_of)
+@pytest.mark.parametrize(
+    "tiling", [None, gpu.GpuFlashTiling(64, 16), gpu.GpuFlashTiling(16, 128)], ids=name_of
+)
 def test_every_gpu_tiling_is_the_formula(backend_of, tiling):
     backend_of("gpu", partial(gpu.flash_attention, launch=interpret, tiling=tiling))
     check(make_case(SHAPE), "gpu", **VARIANT)
@@ -153,10 +157,10 @@ def test_tilings_to_try_are_ones_that_fit(module):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: tpu.Tiling(17, 128), "q_tile 17 is no multiple of 16"),
-        (lambda: tpu.Tiling(16, 64), "k_tile 64 is no multiple of 128"),
-        (lambda: gpu.Tiling(24, 16), "q_tile is 24; it must be a power of two from 16 on"),
-        (lambda: gpu.Tiling(16, 8), "k_tile is 8"),
+        (lambda: tpu.TpuFlashTiling(17, 128), "q_tile 17 is no multiple of 16"),
+        (lambda: tpu.TpuFlashTiling(16, 64), "k_tile 64 is no multiple of 128"),
+        (lambda: gpu.GpuFlashTiling(24, 16), "q_tile is 24; it must be a power of two from 16 on"),
+        (lambda: gpu.GpuFlashTiling(16, 8), "k_tile is 8"),
     ],
 )
 def test_tilings_are_what_the_chips_take(make, message):

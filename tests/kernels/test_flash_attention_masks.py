@@ -20,7 +20,7 @@ from jaxinfer.kernels.flash_attention import (
     merge,
 )
 from jaxinfer.kernels.flash_attention.blocks import fit, steps_of, tile_kinds, walk_of
-from jaxinfer.kernels.flash_attention.rule import Given, Rule
+from jaxinfer.kernels.flash_attention.rule import FlashArrays, FlashRule
 from tests.support.flash_cases import (
     Case,
     Shape,
@@ -140,7 +140,7 @@ TILES = [
 def test_tiles_are_told_apart_while_tracing_and_later(rule, given, expected, is_traced):
     if "hidden" in given:
         given = {"hidden": ColumnIntervals(*(jnp.asarray(x) for x in given["hidden"]))}
-    find = lambda arrays: tile_kinds(Rule(1.0, **rule), Given(**arrays), 12, 12, (4, 4))
+    find = lambda arrays: tile_kinds(FlashRule(1.0, **rule), FlashArrays(**arrays), 12, 12, (4, 4))
     kinds = jax.jit(find)(given) if is_traced else find(given)
     assert isinstance(kinds, np.ndarray) != is_traced
     assert kinds[0, 0].tolist() == expected

@@ -39,7 +39,7 @@ pytestmark = [
 
 def _emulated_tpu(x, gate_up, **options):
     """By small tiles, so that small arrays have several."""
-    tiling = tpu.Tiling(16, rows_for(gate_up, 128), 128)
+    tiling = tpu.TpuGatedTiling(16, rows_for(gate_up, 128), 128)
     return tpu.gated_mlp(x, gate_up, **options, interpret=EMULATOR, tiling=tiling)
 
 

@@ -31,7 +31,9 @@ def normal(*shape: int, dtype: Any = np.float32, seed: int = 0) -> jax.Array:
 def test_no_fetch_of_the_gated_kernel_races_with_the_arithmetic():
     x, weight = normal(40, 256), normal(2, 256, 200, seed=1)
     options: dict[str, Any] = {"activation": "silu", "bias": None}
-    out = gated.gated_mlp(x, weight, **options, interpret=RACES, tiling=gated.Tiling(16, 128, 128))
+    out = gated.gated_mlp(
+        x, weight, **options, interpret=RACES, tiling=gated.TpuGatedTiling(16, 128, 128)
+    )
     assert_close(np.asarray(out), np.asarray(gated_mlp(x, weight, **options), "d"), 1e-5)
     races: Any = emulator.races
     assert not races.races_found
@@ -40,7 +42,7 @@ def test_no_fetch_of_the_gated_kernel_races_with_the_arithmetic():
 def test_no_fetch_of_the_grouped_kernel_races_with_the_arithmetic():
     x, weights, sizes = normal(40, 256), normal(3, 256, 200, seed=1), jnp.array([5, 0, 30])
     out = grouped.grouped_matmul(
-        x, weights, sizes, interpret=RACES, tiling=grouped.Tiling(16, 128, 128)
+        x, weights, sizes, interpret=RACES, tiling=grouped.TpuGroupedTiling(16, 128, 128)
     )
     ref = np.asarray(grouped_matmul(x, weights, sizes), "d")
     assert_close(np.asarray(out)[:35], ref[:35], 1e-5)
@@ -52,11 +54,13 @@ def test_no_fetch_of_the_grouped_kernel_races_with_the_arithmetic():
 def test_every_tiling_is_the_formula(tiling):
     x, weight = normal(70, 512), normal(2, 512, 300, seed=1)
     options: dict[str, Any] = {"activation": "relu", "bias": normal(2, 300)}
-    out = gated.gated_mlp(x, weight, **options, interpret=EMULATOR, tiling=gated.Tiling(*tiling))
+    out = gated.gated_mlp(
+        x, weight, **options, interpret=EMULATOR, tiling=gated.TpuGatedTiling(*tiling)
+    )
     assert_close(np.asarray(out), np.asarray(gated_mlp(x, weight, **options), "d"), 1e-5)
     sizes = jnp.array([33, 37])
     out = grouped.grouped_matmul(
-        x, weight, sizes, interpret=EMULATOR, tiling=grouped.Tiling(*tiling)
+        x, weight, sizes, interpret=EMULATOR, tiling=grouped.TpuGroupedTiling(*tiling)
     )
     assert_close(np.asarray(out), np.asarray(grouped_matmul(x, weight, sizes), "d"), 1e-5)
 
@@ -120,13 +124,13 @@ def test_what_the_compiler_refuses_is_declined_with_the_reason(dtype, weight, re
         grouped.grouped_matmul(x, weight, jnp.array([1, 2]))
 
 
-@pytest.mark.parametrize("tiling_type", [gated.Tiling, grouped.Tiling])
+@pytest.mark.parametrize("tiling_type", [gated.TpuGatedTiling, grouped.TpuGroupedTiling])
 def test_tilings_that_the_kernels_cannot_walk_are_refused(tiling_type):
     with pytest.raises(ValueError, match="tokens 8 is no multiple of 16"):
         tiling_type(8, 128, 128)
     tiling = tiling_type(16, 96, 128)
     with pytest.raises(ValueError, match="tiles of 96 rows do not cover D = 128"):
-        if tiling_type is gated.Tiling:
+        if tiling_type is gated.TpuGatedTiling:
             GATED(normal(2, 128), normal(2, 128, 128), tiling=tiling)
         else:
             grouped.grouped_matmul(

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.conformance
 
 def _emulated_tpu(x, weights, group_sizes):
     """By small tiles, so that small arrays have several."""
-    tiling = tpu.Tiling(16, rows_for(weights, 128), 128)
+    tiling = tpu.TpuGroupedTiling(16, rows_for(weights, 128), 128)
     return tpu.grouped_matmul(x, weights, group_sizes, interpret=EMULATOR, tiling=tiling)
 
 

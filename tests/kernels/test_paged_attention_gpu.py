@@ -20,7 +20,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from jaxinfer.kernels.kv_pages import KVPages
 from jaxinfer.kernels.paged_attention import AttentionVariant, RaggedRows, gpu, gpu_plan
-from jaxinfer.kernels.paged_attention.gpu_tiling import Tiling
+from jaxinfer.kernels.paged_attention.gpu_tiling import GpuPagedTiling
 from jaxinfer.kernels.triton_launch import Recorder, TritonLaunch, interpret
 from tests.support.attention_cases import (
     VARIANT,
@@ -127,7 +127,7 @@ def plan_for(window: int | None, row_block: int) -> Any:
     flags = {name: False for name in ("has_sinks", "has_slopes", "has_scales", "has_lse")}
     rows: Any = RaggedRows(abstract(6), abstract(5), abstract(5, 8))
     arrays = (abstract(45, 4, 8), abstract(9, 2, 16, 8), rows)
-    return gpu.plan_of(Tiling(row_block, 16, 2, 4, 1), *arrays, **options, **flags)
+    return gpu.plan_of(GpuPagedTiling(row_block, 16, 2, 4, 1), *arrays, **options, **flags)
 
 
 _work_list = jax.jit(gpu_plan.work_list, static_argnums=0)
@@ -158,7 +158,7 @@ def test_a_long_row_beside_many_short_ones_is_the_work_of_the_whole_grid():
     shape = dataclasses.replace(SMALL, page_size=64, table_width=128, num_pages=160)
     case = make_case([(1, 1)] * 11 + [(1, 8192)] + [(1, 1)] * 12, shape)
     watched = Watched()
-    check(case, watched, tiling=Tiling(16, 64, 2, 4, 4))
+    check(case, watched, tiling=GpuPagedTiling(16, 64, 2, 4, 4))
     # 128 of 151 blocks are its: of 12 programs with 12 or 13 each, the first and last have others
     assert watched.plan.programs == 12
     assert watched.parts.any(axis=1).sum() >= 11
@@ -173,7 +173,7 @@ def test_units_cut_anywhere_are_merged(rows, occupancy):
     shape = Shape(num_tokens=8, num_rows=8) if rows == "decodes" else Shape()
     case = make_case(decodes if rows == "decodes" else MIXED, shape)
     watched = Watched()
-    tiling = Tiling(16, 16, 2, 4, occupancy)
+    tiling = GpuPagedTiling(16, 16, 2, 4, occupancy)
     check(case, watched, tiling=tiling, sinks=SINKS)
     assert watched.parts.any(), "nothing was cut"
     assert (watched.counters == 0).all()
@@ -183,13 +183,13 @@ def test_units_cut_anywhere_are_merged(rows, occupancy):
 
 def test_fewer_blocks_than_programs():
     for rows in ([], [(2, 3), (1, 17)]):
-        check(make_case(rows, SMALL), tiling=Tiling(16, 16, 2, 4, 9))
+        check(make_case(rows, SMALL), tiling=GpuPagedTiling(16, 16, 2, 4, 9))
 
 
 def test_lanes_merged_in_runs():
     shape = Shape(num_tokens=40, num_rows=3, num_heads=2, num_kv_heads=1, head_dim=192)
     case, watched = make_case([(17, 120), (1, 60), (20, 20)], shape), Watched()
-    check(case, watched, tiling=Tiling(64, 16, 2, 4, 3))
+    check(case, watched, tiling=GpuPagedTiling(64, 16, 2, 4, 3))
     assert watched.plan.merged_lanes < watched.plan.lanes
     assert watched.parts.any()
 
@@ -200,7 +200,7 @@ def test_every_candidate_gives_the_same_answer():
     assert len(set(found)) == len(found) > 20
     # stages and warps are the compiler's; an interpreter sees the same program
     for row_block, block in sorted({(t.row_block, t.block) for t in found}):
-        check(case, tiling=Tiling(row_block, block, 2, 4, 1))
+        check(case, tiling=GpuPagedTiling(row_block, block, 2, 4, 1))
 
 
 def test_pages_behind_the_window_may_be_gone():
@@ -222,7 +222,7 @@ def test_no_unit_is_cut_when_the_batch_may_not_matter():
     out, lse = attend(alone, watched, batch_invariant=True)
     assert not watched.parts.any()
     assert np.array_equal(out[0], truth[0][0]) and np.array_equal(lse[0], truth[1][0])
-    check(together, batch_invariant=True, tiling=Tiling(16, 16, 2, 4, 5))
+    check(together, batch_invariant=True, tiling=GpuPagedTiling(16, 16, 2, 4, 5))
     check(make_case(MIXED), batch_invariant=True)
 
 
@@ -309,7 +309,7 @@ def test_refusals_name_what_is_wrong():
             attend(wrong)
     with pytest.raises(ValueError, match="row_block 16 holds no group of 20 heads"):
         shape = Shape(num_tokens=2, num_rows=2, num_heads=20, num_kv_heads=1)
-        attend(make_case([(1, 4)], shape), tiling=Tiling(16, 16, 2, 4, 1))
+        attend(make_case([(1, 4)], shape), tiling=GpuPagedTiling(16, 16, 2, 4, 1))
     for fields, words in (
         ((24, 16, 2, 4, 1), "row_block is 24; it must be a power of two"),
         ((16, 8, 2, 4, 1), "block is 8; it must be a power of two of at least 16"),
@@ -317,7 +317,7 @@ def test_refusals_name_what_is_wrong():
         ((16, 16, 2, 3, 1), "num_warps is 3; it must be a power of two"),
     ):
         with pytest.raises(ValueError, match=words):
-            Tiling(*fields)
+            GpuPagedTiling(*fields)
 
 
 def test_a_gpu_that_is_too_old_or_unknown_declines():

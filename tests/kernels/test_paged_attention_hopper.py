@@ -24,8 +24,13 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from jaxinfer.kernels.kv_pages import KVPages
 from jaxinfer.kernels.paged_attention import RaggedRows, hopper
-from jaxinfer.kernels.paged_attention.hopper import Tiling
-from jaxinfer.kernels.paged_attention.hopper_plan import Item, Plan, num_items, work_list
+from jaxinfer.kernels.paged_attention.hopper import HopperTiling
+from jaxinfer.kernels.paged_attention.hopper_plan import (
+    HopperItem,
+    HopperPlan,
+    num_items,
+    work_list,
+)
 from tests.support.attention_cases import (
     EMULATED,
     Shape,
@@ -81,7 +86,7 @@ def compiled_once(monkeypatch):
 def emulate(monkeypatch):
     """Sets the emulator's switches and the tiling of the tests' Hopper backend."""
 
-    def choose(tiling: Tiling, **switches: Any) -> None:
+    def choose(tiling: HopperTiling, **switches: Any) -> None:
         # A box of queries may reach past the last token: TMA fills up with zeros.
         switches.setdefault("out_of_bounds_reads", "uninitialized")
         program_of("hopper").clear_cache()
@@ -90,7 +95,7 @@ def emulate(monkeypatch):
         )
         monkeypatch.setitem(EMULATED, "hopper", backend)
 
-    choose(Tiling(64, 2))
+    choose(HopperTiling(64, 2))
     yield choose
     emulator.reset_gpu_interpret_mode_state()
 
@@ -100,7 +105,7 @@ def test_chunks_and_decodes_are_the_formula(emulate, variant):
     check(make_case(MIXED, SHAPE), "hopper", **variant)
 
 
-TILINGS = [Tiling(64, 3, 1), Tiling(128, 2)]
+TILINGS = [HopperTiling(64, 3, 1), HopperTiling(128, 2)]
 
 
 @pytest.mark.matrix
@@ -156,7 +161,7 @@ def test_poison_of_any_kind_stays_out(emulate, poison):
 
 
 def test_no_copy_races_with_the_arithmetic(emulate):
-    emulate(Tiling(64, 2), detect_races=True)
+    emulate(HopperTiling(64, 2), detect_races=True)
     check(make_case([(40, 190), (1, 1)], dataclasses.replace(ONE_HEAD, num_tokens=48)), "hopper")
     races: Any = emulator.get_races()
     assert not races.races_found
@@ -164,7 +169,7 @@ def test_no_copy_races_with_the_arithmetic(emulate):
 
 def test_pages_that_no_query_sees_are_never_touched(emulate):
     """The emulator raises where a read leaves its array."""
-    emulate(Tiling(64, 2, 1), out_of_bounds_reads="raise")
+    emulate(HopperTiling(64, 2, 1), out_of_bounds_reads="raise")
     shape = dataclasses.replace(ONE_HEAD, num_tokens=32, num_rows=1, table_width=20)
     case = make_case([(32, 232)], shape)  # queries from 200 on; with the window, cells from 181 on
     table = np.full_like(case.page_table, 10**6)
@@ -180,8 +185,8 @@ ROWS = st.lists(st.tuples(st.integers(0, 40), BEFORE), min_size=4, max_size=4).f
 )
 
 
-def _plan(window: int | None, tile: int, block: int) -> Plan:
-    return Plan(
+def _plan(window: int | None, tile: int, block: int) -> HopperPlan:
+    return HopperPlan(
         num_tokens=60,
         num_rows=4,
         num_heads=64 // tile,
@@ -214,7 +219,7 @@ def test_items_hold_every_token_once_and_all_that_it_sees(rows, plan):
     q_start = np.cumsum([0, *(queries for queries, _ in rows)], dtype=np.int32)
     items = np.asarray(_work_list(plan, q_start, np.array(kv_len, np.int32)))
     tokens: list[int] = []
-    for item in (Item(*values) for values in items.tolist()):
+    for item in (HopperItem(*values) for values in items.tolist()):
         of_item = range(item.first, item.first + item.count)
         tokens += of_item
         assert item.begin <= item.whole_begin <= item.whole_end <= item.end
@@ -316,8 +321,8 @@ def test_declines_an_assembler_that_makes_wrong_code(monkeypatch, version, is_so
 
 def test_tilings_that_do_not_fit_say_what_does():
     with pytest.raises(ValueError, match="block is 32; it must be 64, 128 or 256"):
-        Tiling(32, 2)
+        HopperTiling(32, 2)
     with pytest.raises(ValueError, match="slots is 1"):
-        Tiling(64, 1)
+        HopperTiling(64, 1)
     with pytest.raises(ValueError, match="warpgroups is 3"):
-        Tiling(64, 2, 3)
+        HopperTiling(64, 2, 3)

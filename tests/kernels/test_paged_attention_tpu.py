@@ -19,8 +19,8 @@ from jaxinfer.kernels import tuning
 from jaxinfer.kernels.folding import fold_of, unfold
 from jaxinfer.kernels.kv_pages import KVPages, write_pages
 from jaxinfer.kernels.paged_attention import AttentionVariant, RaggedRows, tpu, tpu_tiling
-from jaxinfer.kernels.paged_attention.tpu import Tiling
-from jaxinfer.kernels.paged_attention.tpu_plan import Plan
+from jaxinfer.kernels.paged_attention.tpu import TpuPagedTiling
+from jaxinfer.kernels.paged_attention.tpu_plan import TpuPagedPlan
 from jaxinfer.kernels.paged_attention.tpu_prepare import work_list
 from tests.support.attention_cases import (
     EMULATED,
@@ -50,7 +50,7 @@ VARIANT: dict[str, Any] = {
 def emulate(monkeypatch):
     """Sets the emulator's switches and the tiling of the tests' TPU backend."""
 
-    def choose(tiling: Tiling | None = None, **switches: Any) -> None:
+    def choose(tiling: TpuPagedTiling | None = None, **switches: Any) -> None:
         program_of("tpu").clear_cache()
         params = pltpu.InterpretParams(**switches)
         monkeypatch.setitem(
@@ -63,17 +63,17 @@ def emulate(monkeypatch):
 
 @pytest.mark.parametrize("variant", [{}, VARIANT], ids=["plain", "all"])
 def test_no_fetch_races_with_the_arithmetic(emulate, variant):
-    emulate(Tiling(2, 16, slots=3, cores=2), detect_races=True, num_cores_or_threads=2)
+    emulate(TpuPagedTiling(2, 16, slots=3, cores=2), detect_races=True, num_cores_or_threads=2)
     check(make_case(MIXED), "tpu", **variant)
     races: Any = emulator.races
     assert not races.races_found
 
 
 TILINGS = [
-    Tiling(1, 16),
-    Tiling(4, 32, slots=4),
-    Tiling(1, 16, slots=2, cores=3),
-    Tiling(128, 48, slots=2, cores=2),
+    TpuPagedTiling(1, 16),
+    TpuPagedTiling(4, 32, slots=4),
+    TpuPagedTiling(1, 16, slots=2, cores=3),
+    TpuPagedTiling(128, 48, slots=2, cores=2),
 ]
 
 
@@ -109,7 +109,7 @@ def test_pages_that_no_query_sees_are_never_touched():
 def test_cores_share_the_blocks(lengths, cores, shares):
     case = make_case([(1, n) for n in lengths])
     sizes = {"tile": 16, "num_items": 12, "pages_a_block": 1, "page_rows": 16, "fold": 1}
-    plan: Any = Plan(**{name: sizes.get(name) for name in Plan._fields})  # type: ignore[arg-type]
+    plan: Any = TpuPagedPlan(**{name: sizes.get(name) for name in TpuPagedPlan._fields})  # type: ignore[arg-type]
     rows = RaggedRows(*map(jnp.asarray, (case.q_start, case.kv_len, case.page_table)))
     _, first, steps = work_list(plan, rows, cores)
     ends = [*np.asarray(first)[1:].tolist(), len(lengths)]
@@ -227,7 +227,7 @@ def test_what_the_compiler_refuses_is_declined_with_the_reason(change, reason):
 )
 def test_tilings_that_the_kernel_cannot_walk_are_refused(values, message):
     with pytest.raises(ValueError, match=message):
-        Tiling(*values)
+        TpuPagedTiling(*values)
 
 
 HEADS = [(9, 3, 64), (32, 8, 128), (8, 1, 128), (8, 4, 256), (71, 1, 64), (32, 32, 128)]

@@ -19,7 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxinfer.kernels.folding import fold_of, unfold
 from jaxinfer.kernels.kv_pages import KVPages, NewTokens
 from jaxinfer.kernels.paged_attention import AttentionVariant, tpu
-from jaxinfer.kernels.paged_attention.tpu import Tiling
+from jaxinfer.kernels.paged_attention.tpu import TpuPagedTiling
 from tests.support.attention_cases import (
     TOLERANCE,
     Case,
@@ -71,7 +71,9 @@ class Update:
             if end > first and length % B:
                 self.free[case.page_table[r, length // B], length % B :] = True
 
-    def run(self, tiling: Tiling | None, variant: dict[str, Any], lanes: int, **switches: Any):
+    def run(
+        self, tiling: TpuPagedTiling | None, variant: dict[str, Any], lanes: int, **switches: Any
+    ):
         case, H = self.case, self.case.k_pages.shape[3]
         pages = [fold(x, lanes) for x in (self.k_pages, self.v_pages)]
         q, rows, _ = case.arrays()
@@ -91,7 +93,7 @@ def fold(pages: np.ndarray, lanes: int) -> np.ndarray:
 
 
 @functools.lru_cache
-def program_of(tiling: Tiling | None, switches: tuple) -> Any:
+def program_of(tiling: TpuPagedTiling | None, switches: tuple) -> Any:
     """One emulator's program for all cases of a shape, compiled in haste."""
     step = partial(
         tpu.update_and_attend,
@@ -106,7 +108,7 @@ def check(
     rows,
     shape: Shape = SHAPE,
     *,
-    tiling: Tiling | None = None,
+    tiling: TpuPagedTiling | None = None,
     shared: dict[int, int] | None = None,
     lanes: int | None = None,
     seed: int = 0,
@@ -132,7 +134,11 @@ def check(
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("tiling", "variant"),
-    [(Tiling(1, 16, cores=2), PLAIN), (Tiling(4, 32, slots=4), PLAIN), (Tiling(128, 64), ALL)],
+    [
+        (TpuPagedTiling(1, 16, cores=2), PLAIN),
+        (TpuPagedTiling(4, 32, slots=4), PLAIN),
+        (TpuPagedTiling(128, 64), ALL),
+    ],
     ids=["small", "deep", "wide"],
 )
 def test_pages_hold_the_step_and_results_are_the_formula(tiling, variant):
@@ -141,7 +147,7 @@ def test_pages_hold_the_step_and_results_are_the_formula(tiling, variant):
 
 def test_what_lies_outside_of_every_window_is_stored_too():
     for rows in ([(64, 100)], [(40, 47), (24, 24)]):
-        check(rows, tiling=Tiling(4, 16, cores=2), variant={"window": 1})
+        check(rows, tiling=TpuPagedTiling(4, 16, cores=2), variant={"window": 1})
 
 
 @pytest.mark.matrix
@@ -153,14 +159,14 @@ def test_what_lies_outside_of_every_window_is_stored_too():
 def test_folded_pages(head_dim, page_size, variant):
     shape = dataclasses.replace(SHAPE, head_dim=head_dim, page_size=page_size)
     for rows in (MIXED, [(33, 70), (1, 9), (30, 41)]):
-        check(rows, shape, tiling=Tiling(2, 16, slots=3), lanes=128, variant=variant)
+        check(rows, shape, tiling=TpuPagedTiling(2, 16, slots=3), lanes=128, variant=variant)
 
 
 def test_groups_of_a_taller_tile(monkeypatch):
     """As on a chip whose VMEM holds 16 rows of bfloat16 in a tile."""
     monkeypatch.setattr(tpu, "group_rows", lambda pages: 16)
     shape = dataclasses.replace(SHAPE, page_size=32)
-    check(MIXED, shape, tiling=Tiling(1, 16, slots=4))
+    check(MIXED, shape, tiling=TpuPagedTiling(1, 16, slots=4))
 
 
 @pytest.mark.matrix
@@ -170,7 +176,7 @@ def test_groups_of_a_taller_tile(monkeypatch):
     ids=str,
 )
 def test_tokens_that_are_not_stored_are_read_from_their_pages(shared):
-    check(MIXED, tiling=Tiling(1, 16, cores=2), shared=shared)
+    check(MIXED, tiling=TpuPagedTiling(1, 16, cores=2), shared=shared)
 
 
 RACES = {"detect_races": True, "num_cores_or_threads": 2}
@@ -182,7 +188,7 @@ def test_a_page_that_takes_no_token_is_not_written():
     case = make_case(rows, SHAPE, shared=1)
     update = Update(case, {0: 16, 1: 11})
     variant: dict[str, Any] = ALL | {"scale": 0.25}
-    out, _, stored = update.run(Tiling(2, 16, slots=3, cores=2), variant, 16, **RACES)
+    out, _, stored = update.run(TpuPagedTiling(2, 16, slots=3, cores=2), variant, 16, **RACES)
     races: Any = emulator.races
     assert not races.races_found
     assert np.array_equal(stored[0][case.page_table[0, 0]], case.k_pages[case.page_table[0, 0]])
@@ -193,14 +199,14 @@ def test_no_store_races_with_a_fetch():
     """A chunk of several tiles whose first token falls into a group of older ones is left out: its
     tiles may read that group while one of them stores it, by design (`tpu_update.py`)."""
     rows = [(1, 33), (1, 1), (7, 40), (0, 0), (20, 20), (1, 100), (17, 33), (1, 16)]
-    check(rows, tiling=Tiling(2, 16, slots=3, cores=2), variant=ALL, **RACES)
+    check(rows, tiling=TpuPagedTiling(2, 16, slots=3, cores=2), variant=ALL, **RACES)
     races: Any = emulator.races
     assert not races.races_found
 
 
 def test_narrow_types():
     shape = dataclasses.replace(SHAPE, dtype="bfloat16", cache_dtype="bfloat16")
-    check(MIXED, shape, tiling=Tiling(2, 16))
+    check(MIXED, shape, tiling=TpuPagedTiling(2, 16))
 
 
 def test_steps_of_one_token():

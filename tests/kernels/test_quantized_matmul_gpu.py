@@ -12,22 +12,22 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from jaxinfer.kernels.quantized_matmul import gpu, quantize
-from jaxinfer.kernels.quantized_matmul.gpu import Tiling
+from jaxinfer.kernels.quantized_matmul.gpu import GpuQuantizedTiling
 from jaxinfer.kernels.triton_launch import Recorder, interpret
 from tests.support.quantized_cases import EMULATED, check, make_case, program_of
 from tests.support.triton_bench import needs_triton
 
 pytestmark = [pytest.mark.conformance, needs_triton]
 
-FEW = Tiling(16, 32, 32)
-MANY = Tiling(128, 32, 32, band=2)  # scales weights before the product
+FEW = GpuQuantizedTiling(16, 32, 32)
+MANY = GpuQuantizedTiling(128, 32, 32, band=2)  # scales weights before the product
 
 
 @pytest.fixture
 def tile(monkeypatch):
     """Sets the tiling of the tests' GPU backend."""
 
-    def choose(tiling: Tiling) -> None:
+    def choose(tiling: GpuQuantizedTiling) -> None:
         program_of("gpu").clear_cache()
         backend = partial(gpu.quantized_matmul, launch=interpret, tiling=tiling)
         monkeypatch.setitem(EMULATED, "gpu", backend)
@@ -45,7 +45,7 @@ def test_every_tiling_is_the_formula(tile, tiling, weights):
 
 
 def test_bands_of_tiles_cover_all_tokens_and_columns(tile):
-    tile(Tiling(16, 16, 32, band=2))
+    tile(GpuQuantizedTiling(16, 16, 32, band=2))
     check(make_case("int8", T=70, D=64, F=50), "gpu")
 
 
@@ -55,12 +55,12 @@ def test_bands_of_tiles_cover_all_tokens_and_columns(tile):
 @pytest.mark.parametrize("group_size", [None, 32])
 def test_splits_cover_all_rows(tile, splits, weights, group_size):
     """Seven leave some without any."""
-    tile(Tiling(16, 32, 32, splits=splits))
+    tile(GpuQuantizedTiling(16, 32, 32, splits=splits))
     check(make_case(weights, T=3, D=320, F=40, group_size=group_size), "gpu")
 
 
 def test_splits_of_quantized_activations_and_a_narrow_result(tile):
-    tile(Tiling(16, 32, 32, splits=3))
+    tile(GpuQuantizedTiling(16, 32, 32, splits=3))
     check(make_case("int8", T=3, D=320, F=40, x_dtype="int8"), "gpu", out_dtype="bfloat16")
 
 
@@ -129,7 +129,7 @@ def test_groups_too_short_for_a_product_are_declined(x_dtype, weights, reason):
 @pytest.mark.parametrize("fields", [(8, 128, 64), (16, 100, 64), (16, 128, 64, 0)])
 def test_a_tiling_that_no_kernel_takes_is_refused(fields):
     with pytest.raises(ValueError, match="must be"):
-        Tiling(*fields)
+        GpuQuantizedTiling(*fields)
 
 
 def _recorded(kind: str, x_dtype: str, weights: dict[str, Any], T: int = 16) -> Any:

@@ -14,19 +14,19 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from jaxinfer.kernels.quantized_matmul import quantize, quantized_matmul, tpu
-from jaxinfer.kernels.quantized_matmul.tpu import Tiling
+from jaxinfer.kernels.quantized_matmul.tpu import TpuQuantizedTiling
 from tests.support.quantized_cases import EMULATED, check, make_case, program_of
 
 pytestmark = pytest.mark.conformance
 
-FEW, MANY = Tiling(32, 128, 128), Tiling(64, 128, 256)
+FEW, MANY = TpuQuantizedTiling(32, 128, 128), TpuQuantizedTiling(64, 128, 256)
 
 
 @pytest.fixture
 def emulate(monkeypatch):
     """Sets the emulator's switches and the tiling of the tests' TPU backend."""
 
-    def choose(tiling: Tiling | None = None, **switches: Any) -> None:
+    def choose(tiling: TpuQuantizedTiling | None = None, **switches: Any) -> None:
         program_of("tpu").clear_cache()
         backend = partial(
             tpu.quantized_matmul, interpret=pltpu.InterpretParams(**switches), tiling=tiling
@@ -102,7 +102,7 @@ def test_a_tile_of_rows_holds_whole_packs_and_groups(D, group_size, row_tile, ro
         lambda w: quantize(w, 4, group_size), jax.ShapeDtypeStruct((D, 256), jnp.float32)
     )
     x = jax.ShapeDtypeStruct((8, D), jnp.bfloat16)
-    assert tpu._tiles(Tiling(32, 128, row_tile), x, weight) == (8, 128, rows)
+    assert tpu._tiles(TpuQuantizedTiling(32, 128, row_tile), x, weight) == (8, 128, rows)
 
 
 def test_candidates_fit_and_are_many():
@@ -137,7 +137,7 @@ def test_what_mosaic_cannot_compile_is_declined(reason):
 @pytest.mark.parametrize("fields", [(8, 128, 128), (32, 100, 128), (32, 128, 64)])
 def test_a_tiling_that_no_tile_fits_is_refused(fields):
     with pytest.raises(ValueError, match="must be a multiple of"):
-        Tiling(*fields)
+        TpuQuantizedTiling(*fields)
 
 
 def _mesh(kind: str) -> AbstractMesh:

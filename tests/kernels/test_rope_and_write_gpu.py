@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxinfer.kernels.rope_and_write import BACKENDS, gpu
-from jaxinfer.kernels.rope_and_write.gpu import Tiling
+from jaxinfer.kernels.rope_and_write.gpu import GpuRopeTiling
 from jaxinfer.kernels.triton_launch import Recorder, interpret
 from tests.kernels.test_rope_and_write import Shape, check, make_case
 from tests.support.triton_bench import needs_triton
@@ -20,7 +20,9 @@ pytestmark = [pytest.mark.conformance, needs_triton]
 ROWS = [(3, 5, 1), (9, 0, 1), (5, 0, 6)]
 
 
-@pytest.mark.parametrize("tiling", [Tiling(1, 1), Tiling(2, 2), Tiling(8, 4)], ids=str)
+@pytest.mark.parametrize(
+    "tiling", [GpuRopeTiling(1, 1), GpuRopeTiling(2, 2), GpuRopeTiling(8, 4)], ids=str
+)
 def test_every_tiling_is_the_formula(tiling):
     shape = Shape(num_heads=6, num_kv_heads=3, half=12, cache_dtype="int8")
     backend = partial(gpu.rope_and_write, launch=interpret, tiling=tiling)
@@ -50,7 +52,7 @@ def test_candidates_hold_the_heuristic():
     assert gpu.heuristic(q, new.k) in gpu.candidates(q, new, *rest)
     assert gpu.tiling_key(q, new, *rest) == "T=64 N=32 K=8 H=128 float32 float32"
     with pytest.raises(ValueError, match="heads is 3; it must be a power of two"):
-        Tiling(3, 4)
+        GpuRopeTiling(3, 4)
 
 
 def test_folded_pages_are_declined():

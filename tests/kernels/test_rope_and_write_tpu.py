@@ -13,7 +13,7 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call as emulator
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxinfer.kernels.rope_and_write import BACKENDS, tpu
-from jaxinfer.kernels.rope_and_write.tpu import Plan
+from jaxinfer.kernels.rope_and_write.tpu import TpuWritePlan
 from tests.kernels.test_rope_and_write import Shape, check, make_case
 
 pytestmark = pytest.mark.conformance
@@ -40,7 +40,7 @@ def test_no_fetch_races_with_a_write():
     ],
 )
 def test_runs_are_the_stored_tokens_of_a_group(page, cell, expected):
-    plan = Plan(head_dim=64, fold=2, page_rows=4, group=2)
+    plan = TpuWritePlan(head_dim=64, fold=2, page_rows=4, group=2)
     runs, num_runs = tpu._runs(plan, jnp.asarray(page), jnp.asarray(cell), 9)
     fields = [np.asarray(x)[: int(num_runs)].tolist() for x in runs[:4]]
     assert list(zip(*fields, strict=True)) == expected

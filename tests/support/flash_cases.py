@@ -34,12 +34,12 @@ STATIC = ("score_mod", "return_lse", "backend")
 # nobody wrote with NaN.
 EMULATED = {
     "tpu": partial(
-        tpu.flash_attention, interpret=pltpu.InterpretParams(), tiling=tpu.Tiling(16, 128)
+        tpu.flash_attention, interpret=pltpu.InterpretParams(), tiling=tpu.TpuFlashTiling(16, 128)
     ),
     "gpu": partial(
         gpu.flash_attention,
         launch=interpret,
-        tiling=gpu.Tiling(16, 16, num_warps=4, num_stages=2),
+        tiling=gpu.GpuFlashTiling(16, 16, num_warps=4, num_stages=2),
     ),
 }
 SMALL = {**EMULATED, "xla": partial(xla.flash_attention, tile=(16, 16))}
