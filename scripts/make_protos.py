@@ -1,5 +1,4 @@
-"""Write the Python of every .proto in serving/protos, beside it; `--check` fails where it is
-stale."""
+"""Generate the Python code of every .proto in serving/protos; `--check` fails if it is stale."""
 
 from absl import app
 
