@@ -1,8 +1,9 @@
 """Tell what XLA fuses by itself, and what a kernel saves, from programs compiled for each chip."""
 
-from absl import app
+import sys
 
-from jaxinfer.tools.fusion_table import main
+from jaxinfer.cli.main import run
+from jaxinfer.tools import fusion_table
 
 if __name__ == "__main__":
-    app.run(main)
+    sys.exit(run("scripts/fusion_table.py", fusion_table, sys.argv[1:]))

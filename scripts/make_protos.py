@@ -1,8 +1,9 @@
 """Generate the Python code of every .proto in serving/protos; `--check` fails if it is stale."""
 
-from absl import app
+import sys
 
-from jaxinfer.tools.make_protos import main
+from jaxinfer.cli.main import run
+from jaxinfer.tools import make_protos
 
 if __name__ == "__main__":
-    app.run(main)
+    sys.exit(run("scripts/make_protos.py", make_protos, sys.argv[1:]))

@@ -41,12 +41,12 @@ def group_help(group: str) -> str:
     return "\n".join(f"  jaxinfer {name:{width}}{COMMANDS[name].summary}" for name in names)
 
 
-def command_help(name: str, module: ModuleType, *, full: bool) -> str:
-    """Describe a subcommand: what it does, examples, its flags in groups.
+def command_help(program: str, module: ModuleType, *, full: bool) -> str:
+    """Describe a program by its module: what it does, examples, its flags in groups.
 
     Where `full`, the module's whole docstring and every flag there is, absl's own among them.
     """
-    text = inspect.cleandoc(module.__doc__ or COMMANDS[name].summary)
+    text = inspect.cleandoc(module.__doc__ or "")
     paragraphs = text.split("\n\n")
     groups: Mapping[str, Iterable[str]] = getattr(module, "HELP", {})
     own = [flag.name for flag in flags.FLAGS.get_key_flags_for_module(module.__name__)]
@@ -60,10 +60,10 @@ def command_help(name: str, module: ModuleType, *, full: bool) -> str:
     else:
         examples = [p for p in paragraphs[1:] if p.startswith("    ")][:1]
         paragraphs = [*paragraphs[:1], *examples]
-    parts = [f"jaxinfer {name}: {paragraphs[0]}", *paragraphs[1:]]
+    parts = [f"{program}: {paragraphs[0]}", *paragraphs[1:]]
     parts += [f"{title}:\n" + "\n".join(map(flag_help, g)) for title, g in groups.items() if g]
     if not full:
-        parts.append(f"`jaxinfer {name} --helpfull` has all flags.")
+        parts.append(f"`{program} --helpfull` has all flags.")
     return "\n\n".join(parts)
 
 

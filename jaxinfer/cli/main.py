@@ -53,15 +53,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UnknownCommand as error:
         return refuse(str(error))
     module = importlib.import_module(COMMANDS[name].module)
-    return run(name, module, rest)
+    return run(f"jaxinfer {name}", module, rest)
 
 
-def run(name: str, module: ModuleType, arguments: Sequence[str]) -> int:
-    """Parse the flags of a subcommand's module and run its `main`, or print its help."""
+def run(program: str, module: ModuleType, arguments: Sequence[str]) -> int:
+    """Parse the flags of a module and run its `main`, or print its help.
+
+    Scripts call this for tools that are no subcommands; `program` is what their help calls them.
+    """
     options = arguments[: arguments.index("--")] if "--" in arguments else arguments
     full = any(word in FULL_HELP_FLAGS for word in options)
     if full or any(word in HELP_FLAGS for word in options):
-        print(command_help(name, module, full=full))
+        print(command_help(program, module, full=full))
         return 0
 
     def guarded(argv: list[str]) -> Any:
@@ -79,7 +82,7 @@ def run(name: str, module: ModuleType, arguments: Sequence[str]) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
 
-    app.run(guarded, argv=[f"jaxinfer {name}", *arguments], flags_parser=parse_flags)
+    app.run(guarded, argv=[program, *arguments], flags_parser=parse_flags)
     raise AssertionError("app.run returns by SystemExit")
 
 

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from absl import app, flags, logging
+from absl import app, flags
 
 ROOT = Path(str(importlib.resources.files("jaxinfer.serving"))) / "protos"
 PACKAGE = "jaxinfer.serving.protos"  # what ROOT is imported as
@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> None:
         return
     for path in wrong:
         path.write_text(files[path])
-        logging.info("wrote %s", path)
+        print(f"wrote {path}")
 
 
 if __name__ == "__main__":
