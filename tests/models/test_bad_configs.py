@@ -1,5 +1,4 @@
-"""Configurations that cannot be computed are refused by the reader, by key and value: before a
-weight, or a list of layers, is built."""
+"""Invalid configurations are refused by key and value, before weights or layers are built."""
 
 from typing import Any
 
@@ -20,7 +19,7 @@ from tests.support.family_groups import GROUPS
 
 @pytest.fixture(scope="module", autouse=True)
 def no_type_checks():
-    """Those that the tests put on the package would answer for it."""
+    """Turn off the shape checks that the tests add to the package, which would raise instead."""
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
@@ -78,7 +77,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
 
 
 def of_type(model_type: str) -> dict[str, Any]:
-    """The config.json of a case of the type, or Llama's under its name."""
+    """Return the config.json of a case of this model type, or Llama's with its name."""
     configs = (case.config_json for case in CASES.values())
     found = next((c for c in configs if c["model_type"] == model_type), None)
     config = found or CASES["llama"].config_json | {"model_type": model_type}
@@ -86,7 +85,7 @@ def of_type(model_type: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("model_type", "changes", "words"), BAD)
-def test_a_key_that_cannot_be_honoured_is_named_with_its_value(model_type, changes, words):
+def test_unsupported_config_value_is_refused_by_key_and_value(model_type, changes, words):
     with pytest.raises(ValueError, match=words):
         HF_FAMILIES[model_type].config_from_hf(of_type(model_type) | changes, {})
 
@@ -133,7 +132,7 @@ def read_gguf(name: str, changes: dict[str, Any], tensors: dict[str, Any] | None
         *[("llama", {f"{part}x": 1}, rf"sets llama\.{part}x") for part in WATCHED_PREFIXES],
     ],
 )
-def test_a_gguf_key_that_cannot_be_honoured_is_named(name, changes, words):
+def test_unsupported_gguf_key_is_refused_by_name(name, changes, words):
     with pytest.raises(ValueError, match=words.replace("..", ".")):
         read_gguf(name, changes)
 
@@ -157,8 +156,8 @@ def changed(config: dict[str, Any], path: tuple[str, ...], value: Any) -> dict[s
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", CASES)
-def test_no_value_of_any_key_raises_anything_but_what_is_caught(name):
-    """Every key of the case, whatever stands there: read, or a `ValueError`."""
+def test_any_value_of_any_key_is_read_or_raises_value_error(name):
+    """The readers accept any value under each key of the case, or raise `ValueError`."""
     config = CASES[name].config_json
     read = HF_FAMILIES[config["model_type"]].config_from_hf
     for path in paths(config):
@@ -176,7 +175,7 @@ def test_no_value_of_any_key_raises_anything_but_what_is_caught(name):
                     assert "could not convert" not in str(error)
 
 
-def test_scales_of_zero_in_a_gguf_file_are_none():
+def test_gguf_scale_of_zero_means_no_scale():
     names = ("embedding_scale", "attention.scale", "residual_scale", "logit_scale")
     config = read_gguf("granite", dict.fromkeys(names, 0.0))
     assert (config.embedding_scale, config.residual_scale, config.logits_scale) == (1, 1, 1)
@@ -184,14 +183,14 @@ def test_scales_of_zero_in_a_gguf_file_are_none():
 
 
 @pytest.mark.parametrize("key", ["attn_factor", "yarn_attn_factor"])
-def test_olmo3s_temperature_is_what_its_file_says_under_either_name(key):
-    """0.1 ln 8 + 1 is the usual one: a file that states it does not mean it twice."""
+def test_olmo3_temperature_is_read_from_either_key(key):
+    """0.1 ln 8 + 1 is the default temperature; a file that states it does not apply it twice."""
     form = {"rope.scaling.factor": 8.0, "rope.scaling.attn_factor": None}
     config = read_gguf("olmo3", form | {f"rope.scaling.{key}": 1.2079441541679836})
     assert config.layers[-1].rope.scaling.attention_factor == 1.2079441541679836
 
 
-def test_yarns_temperature_by_the_keys_of_a_gguf_file():
+def test_yarn_temperature_is_read_from_gguf_keys():
     factor = lambda **keys: (
         read_gguf("qwen2", {f"rope.scaling.{key}": value for key, value in keys.items()})
         .layers[0]
@@ -203,20 +202,20 @@ def test_yarns_temperature_by_the_keys_of_a_gguf_file():
     assert factor(yarn_attn_factor=1.5) == 1.5
 
 
-def test_biases_are_seen_in_any_block():
+def test_biases_are_found_in_any_block():
     assert read_gguf("qwen2", {}, {"blk.1.attn_q.bias": Tensor()}).qkv_bias
     assert not read_gguf("qwen2", {}, {"blk.1.attn_q.biases": Tensor()}).qkv_bias
 
 
-def test_the_largest_neox_has_the_approximate_gelu():
-    """The file does not say it; config.json does ("gelu_fast")."""
+def test_neox_20b_has_the_tanh_gelu():
+    """A GGUF file does not state the activation; config.json does ("gelu_fast")."""
     sizes = {"block_count": 44, "embedding_length": 6144, "attention.head_count": 64}
     assert read_gguf("gpt_neox", sizes).activation == "gelu_pytorch_tanh"
     assert read_gguf("gpt_neox", {}).activation == "gelu"
 
 
-def test_experts_are_not_named_one_by_one_before_the_first_is_there():
-    """A config may claim any number of them."""
+def test_expert_names_are_listed_only_if_the_first_exists():
+    """A config may claim any number of experts."""
     table = WeightTable(GGUF_EXPERTS_ROWS)
     stored, _ = table.lookup("blocks.0.mlp.gate", (10**12, 8, 8), {"blk.0.ffn_gate_exps.weight"})
     assert stored == "blk.0.ffn_gate_exps.weight"
@@ -233,6 +232,6 @@ def test_experts_are_not_named_one_by_one_before_the_first_is_there():
         (lambda: Rope(1e4, 8, Yarn(True, 32)), "factor is True"),
     ],
 )
-def test_configurations_check_themselves(make, words):
+def test_invalid_model_config_is_refused_with_its_value(make, words):
     with pytest.raises(ValueError, match=words):
         make()

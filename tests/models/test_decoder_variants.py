@@ -1,5 +1,4 @@
-"""Laws that a decoder's variants could break: bits that do not depend on the batch, and LongRoPE's
-recomputation, whatever else the engine does with the request."""
+"""Batch invariance of a decoder's variants, and LongRoPE's recomputation in any schedule."""
 
 import functools
 from pathlib import Path
@@ -33,9 +32,9 @@ def _run(engine, prompts, params):
 
 
 @pytest.mark.parametrize("name", ["gemma3", "granite"])
-def test_bits_do_not_depend_on_the_batch(name):
-    """Norms around and of q and k, windows; and multipliers, which a compiler may round as one with
-    the sum they go into."""
+def test_batch_invariant_bits_do_not_depend_on_the_batch(name):
+    """Among the variants are post-norms, norms of q and k, windows, and multipliers, which a
+    compiler may fuse with a sum."""
     model, weights = _loaded(name, batch_invariant=True)
     params = SamplingParams(temperature=0, max_tokens=6, logprobs=2, ignore_eos=True)
     prompts = [*CASES[name].sequences(), CASES[name].sequences()[1][:7]]
@@ -49,8 +48,8 @@ def test_bits_do_not_depend_on_the_batch(name):
 
 @pytest.fixture(scope="module")
 def restarted():
-    """Prompts that end just below the 32 tokens at which all that was computed is computed anew,
-    and what follows each of them alone."""
+    """Return prompts that end just below the 32 tokens at which a sequence is recomputed, and the
+    tokens that follow each of them alone."""
     model, weights = _loaded("phi3")
     tokens = CASES["phi3"].sequences()[1]
     prompts = [tokens[: 31 - i] for i in range(4)] + [tokens[3:15]]
@@ -67,11 +66,11 @@ def restarted():
         {
             "overlap": False,
             "scheduler": {"max_num_batched_tokens": 7, "max_num_seqs": 3},
-        },  # in chunks, in turns
-        {"cache": {"num_pages": 14}},  # preempted for want of pages too
+        },  # in chunks, few at a time
+        {"cache": {"num_pages": 14}},  # with preemptions
     ],
 )
-def test_passing_the_original_length_is_the_same_however_it_is_run(restarted, options):
+def test_longrope_recomputation_is_equal_in_any_schedule(restarted, options):
     prompts, wanted = restarted
     engine = running.engine(*_loaded("phi3"), options)
     assert running.tokens_of(_run(engine, prompts, GREEDY)) == wanted

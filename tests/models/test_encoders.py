@@ -26,7 +26,7 @@ from tests.support.family_bench import (
 )
 
 TOLERANCE = 1e-4
-ROWS, LENGTH = 4, 64  # one program a model
+ROWS, LENGTH = 4, 64  # one program for each model
 
 
 @functools.partial(jax.jit, static_argnames=("model",))
@@ -35,7 +35,7 @@ def _hidden(weights, token_ids, lengths, *, model):
 
 
 def hidden_of(model, weights, sequences):
-    """Hidden states of sequences in one padded batch, which has rows of padding alone."""
+    """Return hidden states of sequences in one padded batch, which also has empty rows."""
     token_ids = np.full((ROWS, LENGTH), 9, np.int32)
     lengths = [*map(len, sequences)] + [0] * (ROWS - len(sequences))
     for row, tokens in enumerate(sequences):
@@ -66,13 +66,13 @@ def _equals_the_recorded(name, model, weights):
 
 @pytest.mark.parametrize("name", CASES)
 def test_hidden_states_equal_the_recorded_ones(name):
-    """Recorded by tests/references/make_encoder_references.py: no torch is needed."""
+    """The hidden states were recorded by tests/references/make_encoder_references.py."""
     assert recorded("encoders")[name]["config"] == CASES[name].config_json, "record it anew"
     _equals_the_recorded(name, *_loaded(name))
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if CASES[name].gguf])
-def test_a_gguf_file_is_the_same_model(name, tmp_path):
+def test_gguf_file_is_the_same_model(name, tmp_path):
     path = write_gguf(CASES[name], _tensors(name), tmp_path / "model.gguf")
     _equals_the_recorded(name, *running.load(path))
 
@@ -88,7 +88,7 @@ def test_hidden_states_equal_transformers(name, tmp_path, record_property):
         folder, dtype=torch.float32, attn_implementation="eager"
     )
     padding = CASES[name].config_json["pad_token_id"]
-    # The last one holds padding's id as a token: RoBERTa counts no position there.
+    # The last one has the padding id as a token, which takes no position in RoBERTa.
     sequences = [*CASES[name].sequences(), [0, 5, padding, 7, 8, 2]]
     found = hidden_of(*_loaded(name), sequences)
     difference = 0.0
@@ -102,7 +102,7 @@ def test_hidden_states_equal_transformers(name, tmp_path, record_property):
 
 
 @pytest.mark.parametrize(("prefix", "weight", "bias"), [("bert.", "gamma", "beta"), ("x.", "", "")])
-def test_names_may_have_a_models_prefix_and_the_oldest_spelling(tmp_path, prefix, weight, bias):
+def test_tensor_names_with_prefix_or_old_norm_names_are_read(tmp_path, prefix, weight, bias):
     tensors = {}
     for name, values in _tensors("bert").items():
         if weight:
@@ -117,7 +117,7 @@ def test_names_may_have_a_models_prefix_and_the_oldest_spelling(tmp_path, prefix
     assert np.array_equal(hidden_of(model, weights, [tokens])[0], other[0])
 
 
-def test_a_head_that_would_be_left_out_is_refused_by_name(tmp_path):
+def test_unused_head_is_refused_by_name(tmp_path):
     tensors = _tensors("bert") | {"classifier.weight": np.zeros((2, 32), np.float32)}
     with pytest.raises(CheckpointError, match=r"classifier\.weight"):
         running.load(write_huggingface(CASES["bert"], tensors, tmp_path))
@@ -137,7 +137,7 @@ def test_a_head_that_would_be_left_out_is_refused_by_name(tmp_path):
         ("roberta", {"max_position_embeddings": 2}, "num_positions is 2"),
     ],
 )
-def test_a_config_that_cannot_be_honoured_is_refused_by_name(tmp_path, name, changes, said):
+def test_unsupported_config_is_refused_by_name(tmp_path, name, changes, said):
     folder = write_huggingface(CASES[name], _tensors(name), tmp_path)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | changes))
@@ -153,7 +153,7 @@ def test_a_config_that_cannot_be_honoured_is_refused_by_name(tmp_path, name, cha
         ({"attention.max_alibi_bias": 8.0}, "max_alibi_bias"),
     ],
 )
-def test_a_gguf_file_that_cannot_be_honoured_is_refused_by_name(tmp_path, changes, said):
+def test_unsupported_gguf_file_is_refused_by_name(tmp_path, changes, said):
     form = CASES["bert"].gguf
     assert form is not None
     changed = dataclasses.replace(form, metadata={**form.metadata, **changes})

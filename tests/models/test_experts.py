@@ -39,7 +39,7 @@ ROUTERS = {
 
 
 def looped(logits, config: RouterConfig, selection_bias):
-    """One token's {expert: weight}, the obvious way, in float64."""
+    """Return one token's {expert: weight}, computed by a plain loop in float64."""
     logits = logits.astype(np.float64)
     if config.score == "softmax":
         scores = np.exp(logits - logits.max())
@@ -71,8 +71,8 @@ def test_routes_equal_a_loop(name):
         np.testing.assert_allclose(routes.weights[t], list(expected.values()), rtol=2e-6)
 
 
-def test_the_groups_and_the_bias_change_what_is_chosen():
-    """Otherwise the cases above could not fail."""
+def test_groups_and_selection_bias_change_the_choice():
+    """The cases above could not fail otherwise."""
     rng = np.random.default_rng(1)
     logits = rng.normal(0, 2, (200, E)).astype(np.float32)
     bias = rng.normal(0, 0.5, E).astype(np.float32)
@@ -99,7 +99,7 @@ def test_the_groups_and_the_bias_change_what_is_chosen():
         ({"num_groups": 8, "group_score": "best_two"}, "8 groups of 'best_two'"),
     ],
 )
-def test_what_does_not_hold_together_is_refused(fields, message):
+def test_invalid_router_config_is_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         RouterConfig(**{"num_experts": E, "per_token": 2, **fields})
 
@@ -115,7 +115,7 @@ EXPERTS = {
 
 
 def made(name: str, numerics: Numerics, spoil=lambda path, values: values) -> Experts:
-    """The module with random parameters."""
+    """Return the module with random parameters."""
     module, rng = Experts(D, EXPERTS[name], numerics), np.random.default_rng(2)
     graph, state = nnx.split(module)
     paths, tree = jax.tree_util.tree_flatten_with_path(
@@ -129,12 +129,12 @@ def made(name: str, numerics: Numerics, spoil=lambda path, values: values) -> Ex
 
 
 def compiled(module: Experts, x: np.ndarray) -> np.ndarray:
-    """One program: op by op, each of some thirty would be compiled."""
+    """Run the module as one program; op by op, about thirty would be compiled."""
     return np.asarray(jax.jit(lambda rows: module(rows))(x))
 
 
 def in_float64(module: Experts) -> dict[str, np.ndarray]:
-    """The parameters by path; a bias that is not there is 0."""
+    """Return the parameters by path; a missing bias is 0."""
     names = ("router_bias", "selection_bias", "gate_bias", "up_bias", "down_bias")
     found = {name: np.zeros((E, 1)) for name in names}
     leaves = jax.tree_util.tree_flatten_with_path(
@@ -190,7 +190,7 @@ def test_experts_equal_a_loop(name):
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_quantized_experts_stay_packed(bits):
-    """Gate, up and down as `QuantArray`s; the router is an array."""
+    """Gate, up and down are `QuantArray`s; the router is an array."""
     pack = lambda path, values: (
         quantize(values, bits, 4, has_zeros=True) if path in ("gate", "up", "down") else values
     )
@@ -200,8 +200,8 @@ def test_quantized_experts_stay_packed(bits):
     np.testing.assert_allclose(compiled(module, x), by_loop(module, x), atol=2e-5)
 
 
-def test_an_expert_that_gets_all_tokens_drops_none():
-    """Capacity-bound mixtures would; here the groups are ragged."""
+def test_expert_with_all_tokens_drops_none():
+    """The groups are ragged: there is no capacity limit."""
     x = np.abs(np.random.default_rng(3).normal(size=(T, D))).astype(np.float32)
     to_one = lambda path, v: v.at[:].set(0).at[:, :3].set(9.0) if path == "router" else v
     module = made("plain", Numerics(), to_one)
@@ -210,7 +210,7 @@ def test_an_expert_that_gets_all_tokens_drops_none():
     np.testing.assert_allclose(compiled(module, x), by_loop(module, x), atol=2e-4)
 
 
-def test_a_token_of_nan_spoils_itself_alone():
+def test_nan_token_leaves_other_tokens_unchanged():
     module = made("plain", Numerics())
     x = np.random.default_rng(3).normal(size=(T, D)).astype(np.float32)
     spoiled = x.copy()
@@ -221,8 +221,8 @@ def test_a_token_of_nan_spoils_itself_alone():
 
 
 @pytest.mark.parametrize("name", ["plain", "biases", "shared"])
-def test_in_tiles_a_tokens_bits_are_its_own(name):
-    """The batch-invariant mode: the same bits alone and among any others, at any place."""
+def test_batch_invariant_bits_do_not_depend_on_other_tokens(name):
+    """In batch-invariant mode a token has the same bits alone and at any place in a batch."""
     numerics = Numerics(batch_invariant=True)
     module, rng = made(name, numerics), np.random.default_rng(4)
     x = rng.normal(size=(40, D)).astype(np.float32)

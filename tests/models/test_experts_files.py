@@ -1,4 +1,4 @@
-"""Mixtures of experts from the files they come in, and through the engine."""
+"""Mixtures of experts, read from their files and run by the engine."""
 
 import dataclasses
 import json
@@ -35,7 +35,7 @@ def logprobs(engine, prompts) -> list:
 
 @pytest.mark.parametrize(("name", "min_bucket"), [("qwen2_moe", 1), ("gpt_oss", 32)])
 def test_batch_invariant_mode_is_equal_bit_for_bit(name, min_bucket, tmp_path):
-    """A token's expert sees other tokens in its tile, and none of its bits depend on them."""
+    """An expert computes several tokens in a tile; a token's bits do not depend on the others."""
     folder = write_huggingface(CASES[name], tensors_of(name), tmp_path)
     model, weights = running.load(folder, Numerics(batch_invariant=True))
     options = {"batch_invariant": True, "min_bucket": min_bucket, "cache": {"prefix_cache": False}}
@@ -46,8 +46,10 @@ def test_batch_invariant_mode_is_equal_bit_for_bit(name, min_bucket, tmp_path):
 
 
 def block_quantized(name: str, values: np.ndarray) -> dict[str, np.ndarray]:
-    """An experts' matrix [E, in, out] of gpt-oss as its published file stores it: any blocks of the
-    right shape, by the values given as a seed."""
+    """Return an experts' matrix [E, in, out] of gpt-oss as its published file stores it.
+
+    The blocks are random, with the values as a seed.
+    """
     E, num_inputs, outputs = map(int, values.shape)
     rng = np.random.default_rng(int(abs(values.sum()) * 1e3))
     blocks = rng.integers(0, 256, (E, outputs, num_inputs // 32, 16), np.uint8)
@@ -57,7 +59,7 @@ def block_quantized(name: str, values: np.ndarray) -> dict[str, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def mxfp4(tmp_path_factory):
-    """Two folders of the same gpt-oss: experts in MXFP4, and as the numbers they stand for."""
+    """Write the same gpt-oss to two folders: with experts in MXFP4, and dequantized."""
     case, tensors = CASES["gpt_oss"], tensors_of("gpt_oss")
     case = dataclasses.replace(case, config=dict(case.config) | {"intermediate_size": 64})
     packed, plain = {}, {}
@@ -81,8 +83,8 @@ def mxfp4(tmp_path_factory):
     return root
 
 
-def test_gpt_oss_in_mxfp4_is_the_model_of_its_numbers(mxfp4):
-    """Packed on the device: gate and up are every other column of what the file has."""
+def test_mxfp4_gpt_oss_equals_its_dequantized_model(mxfp4):
+    """The weights stay packed on the device; gate and up are interleaved columns in the file."""
     model, weights = running.load(mxfp4 / "plain")
     checkpoint = open_checkpoint(mxfp4 / "packed")
     dequantized = load_weights(checkpoint, model)
@@ -99,7 +101,7 @@ def test_gpt_oss_in_mxfp4_is_the_model_of_its_numbers(mxfp4):
 
 
 @pytest.mark.parity
-def test_mxfp4_is_what_transformers_reads():
+def test_mxfp4_values_equal_transformers():
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     reference = pytest.importorskip(
         "transformers.integrations.mxfp4", reason="transformers is not installed"
@@ -116,7 +118,7 @@ def test_mxfp4_is_what_transformers_reads():
 
 @pytest.fixture
 def stored_otherwise(monkeypatch):
-    """Makes the writer of GGUF files store a stack of experts in another way."""
+    """Make the GGUF writer store stacked experts in another way."""
     write = gguf.GGUFWriter.add_tensor
 
     def install(change) -> None:
@@ -129,8 +131,8 @@ def stored_otherwise(monkeypatch):
     return install
 
 
-def test_mxfp4_in_a_gguf_file(mxfp4, tmp_path, stored_otherwise):
-    """Experts of GGUF's type 39 beside tensors of float32, as the published files have them."""
+def test_mxfp4_gguf_file_equals_the_dequantized_model(mxfp4, tmp_path, stored_otherwise):
+    """As in the published files, experts have GGUF's type 39 and other tensors are float32."""
     model, weights = running.load(mxfp4 / "plain")
     kind = GGMLQuantizationType.MXFP4
     # Name, bytes, shape (as the bytes have it), type.
@@ -152,7 +154,7 @@ def test_mxfp4_in_a_gguf_file(mxfp4, tmp_path, stored_otherwise):
             np.testing.assert_array_equal(found, wanted)
 
 
-def test_older_gguf_files_name_each_expert(tmp_path, stored_otherwise):
+def test_older_gguf_file_with_a_tensor_per_expert_is_read(tmp_path, stored_otherwise):
     folder = write_huggingface(CASES["mixtral"], tensors_of("mixtral"), tmp_path / "folder")
     _, weights = running.load(folder)
     stored_otherwise(
@@ -167,7 +169,7 @@ def test_older_gguf_files_name_each_expert(tmp_path, stored_otherwise):
         np.testing.assert_array_equal(found, wanted)
 
 
-def test_an_expert_that_is_missing_is_named(tmp_path):
+def test_missing_expert_is_named(tmp_path):
     tensors = tensors_of("qwen3_moe")
     del tensors["model.layers.1.mlp.experts.4.up_proj.weight"]
     folder = write_huggingface(CASES["qwen3_moe"], tensors, tmp_path)

@@ -23,9 +23,8 @@ from tests.support.quantized_bench import quantize_weights
 
 TOLERANCE = 1e-4  # float32 logits of tiny random checkpoints
 NUM_GREEDY = 24
-# Compared with the family it wraps (tests/models/test_unsaid_configs_dense.py): the reference has
-# no class
-# that reads it as text alone.
+# The reference has no class for its text model alone, so tests/models/test_config_defaults_dense.py
+# compares it with the family it wraps.
 WRAPPED = {"mistral3"}
 WITH_GGUF = [(group, name) for group, name in ALL if GROUPS[group][name].gguf is not None]
 FIRST_OF_TYPE = list(
@@ -55,7 +54,7 @@ def _equals_the_recorded(group: str, name: str, model, weights) -> None:
 
 
 def test_every_registered_family_has_cases():
-    """Of each in both formats, so that docs/models.md names it: its table is made of these."""
+    """docs/models.md lists the families, in both formats, by these cases."""
     cases = [
         case for group in (*GROUPS.values(), families_encoders.CASES) for case in group.values()
     ]
@@ -66,22 +65,22 @@ def test_every_registered_family_has_cases():
 
 @pytest.mark.parametrize(("group", "name"), ALL)
 def test_logits_equal_the_recorded_ones(group, name):
-    """Recorded by tests/references/make_family_references.py: no torch is needed."""
+    """The logits were recorded by tests/references/make_family_references.py."""
     assert recorded(group)[name]["config"] == GROUPS[group][name].config_json, "record it anew"
     _equals_the_recorded(group, name, *_loaded(group, name))
 
 
 @pytest.mark.matrix(by="group")
 @pytest.mark.parametrize(("group", "name"), WITH_GGUF)
-def test_a_gguf_file_is_the_same_model(group, name, tmp_path):
+def test_gguf_file_is_the_same_model(group, name, tmp_path):
     path = write_gguf(GROUPS[group][name], _tensors(group, name), tmp_path / "model.gguf")
     _equals_the_recorded(group, name, *running.load(path))
 
 
 @pytest.mark.matrix(by="group")
 @pytest.mark.parametrize(("group", "name"), FIRST_OF_TYPE)
-def test_quantized_weights_are_what_they_stand_for(group, name):
-    """Products with weights in int8 against products with the arrays that these stand for."""
+def test_quantized_weights_equal_their_dequantized_arrays(group, name):
+    """Compare products with int8 weights and products with the dequantized arrays."""
     model, weights = _loaded(group, name)
     quantized = quantize_weights(model, weights, "int8")
     assert sum(isinstance(w, QuantArray) for w in quantized) >= 3 * model.config.num_layers
@@ -96,8 +95,8 @@ def test_quantized_weights_are_what_they_stand_for(group, name):
 @pytest.mark.parity
 @pytest.mark.parametrize(("group", "name"), ALL)
 def test_logits_and_greedy_tokens_equal_transformers(group, name, tmp_path, record_property):
-    """Live: all logits of a sequence; greedy tokens of several prompts through the engine, in one
-    batch and in chunks, against `generate` of each alone."""
+    """Compare all logits of a sequence with transformers, and greedy tokens of several prompts, in
+    one batch and in chunks, with its `generate` for each prompt alone."""
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     case = GROUPS[group][name]

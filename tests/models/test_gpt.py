@@ -1,4 +1,4 @@
-"""The GPT-like decoder: the law of batches in its structures, tables of positions, old files."""
+"""The GPT-like decoder: batch invariance of its structures, position tables, old files."""
 
 import random
 
@@ -26,13 +26,13 @@ def gpt2(tmp_path_factory):
 
 @pytest.mark.parametrize("name", ["gpt_neox", "bloom"])
 def test_batch_invariant_mode_is_equal_bit_for_bit(name, tmp_path):
-    """Alone, and in chunks beside others: the same floats."""
+    """A request has the same floats alone and in chunks among others."""
     folder = write_huggingface(CASES[name], tensors_of(name), tmp_path)
     model, weights = running.load(folder, Numerics(batch_invariant=True))
     rng = random.Random(0)
     prompts = [[rng.randrange(3, 160) for _ in range(n)] for n in (30, 3, 17)]
     params = SamplingParams(temperature=0, max_tokens=6, logprobs=3)
-    # Steps of one token and of 32, one tile and two; together, a prompt is cut otherwise.
+    # Steps of one token and of 32 are one tile and two; together, prompts have other chunks.
     sizes = {"batch_invariant": True, "cache": {"prefix_cache": False}}
     engine = running.engine(model, weights, sizes)
 
@@ -44,7 +44,7 @@ def test_batch_invariant_mode_is_equal_bit_for_bit(name, tmp_path):
     assert logprobs(*prompts) == [logprobs(prompt)[0] for prompt in prompts]
 
 
-def test_no_position_past_the_table_can_be_asked_for(gpt2):
+def test_position_past_the_table_is_refused(gpt2):
     model, weights = gpt2
     with pytest.raises(ConfigError, match="max_model_len is 129; this model has a table of 128"):
         running.engine(model, weights, {"max_model_len": 129})
@@ -57,7 +57,7 @@ def test_no_position_past_the_table_can_be_asked_for(gpt2):
     assert len(request.output_token_ids) == 8
 
 
-def test_alibi_has_no_end(tmp_path):
+def test_alibi_model_accepts_a_longer_max_model_len(tmp_path):
     model, weights = running.load(write_huggingface(CASES["bloom"], tensors_of("bloom"), tmp_path))
     assert running.engine(model, weights, {"max_model_len": 300}).max_model_len == 300
 
@@ -69,8 +69,8 @@ def test_alibi_has_no_end(tmp_path):
         ("bloom", {}),
     ],
 )
-def test_files_saved_without_a_head_are_the_same_model(name, extra, tmp_path):
-    """As the publishers' own are: no `transformer.` before the names, and the causal mask."""
+def test_file_without_a_head_is_the_same_model(name, extra, tmp_path):
+    """Like the publishers' files, they have no `transformer.` prefix, and a causal mask."""
     tensors = tensors_of(name)
     bare = {key.removeprefix("transformer."): values for key, values in tensors.items()}
     bare |= {key: np.ones(shape, np.float32) for key, shape in extra.items()}
@@ -80,7 +80,7 @@ def test_files_saved_without_a_head_are_the_same_model(name, extra, tmp_path):
         np.testing.assert_array_equal(ours, theirs)
 
 
-def test_old_neox_files_carry_masks_and_frequencies(tmp_path):
+def test_old_neox_file_with_masks_and_frequencies_is_read(tmp_path):
     tensors = tensors_of("gpt_neox")
     block = "gpt_neox.layers.0.attention."
     for name in ("bias", "masked_bias", "rotary_emb.inv_freq"):

@@ -1,5 +1,7 @@
-"""The laws of `test_laws.py` for latents in the cache and experts in the layers: tokens depend on
-the request alone, to the bit where that is asked for. And what a file of DeepSeek-V3 has beside."""
+"""The laws of `test_laws.py` for latent attention and experts, and DeepSeek-V3's file formats.
+
+A request's tokens do not depend on the batch; in batch-invariant mode neither do their bits.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from tests.support.families_deepseek import CASES
 from tests.support.family_bench import make_tensors, recorded, write_huggingface
 
 NAME = "deepseek_v3"
-# One size of step, so that one program is compiled for an engine.
+# Steps have one size, so that each engine compiles one program.
 ONE_SIZE: dict[str, Any] = {"scheduler": {"max_num_batched_tokens": 16}, "min_bucket": 16}
 
 
@@ -32,13 +34,13 @@ def tensors() -> dict[str, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def load(tmp_path_factory):
-    """The tiny DeepSeek-V3, computing so or so."""
+    """Return a function that loads the tiny DeepSeek-V3 with given numerics."""
     folder = write_huggingface(CASES[NAME], tensors(), tmp_path_factory.mktemp("deepseek"))
     return cache(lambda is_invariant: running.load(folder, Numerics(batch_invariant=is_invariant)))
 
 
 def requests() -> list[tuple[list[int], SamplingParams]]:
-    """Prompts that share prefixes, longer than a step's tokens; greedy and sampled."""
+    """Return requests, greedy and sampled, whose prompts share prefixes and need several steps."""
     rng = random.Random(0)
     prefix = [rng.randrange(3, 160) for _ in range(40)]
     found = []
@@ -54,7 +56,7 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
 
 
 def run(engine, *, is_alone: bool) -> list[Any]:
-    """Over pages of NaN (of a quantized type: of 99), with nothing in the prefix cache."""
+    """Run the requests with an empty prefix cache, on pages filled with NaN (99 if quantized)."""
     poison = lambda a: jnp.full_like(a, 99 if a.dtype == jnp.int8 else jnp.nan)
     state = engine.runner.state
     engine.runner.state = state._replace(pages=jax.tree.map(poison, state.pages))
@@ -70,8 +72,8 @@ def run(engine, *, is_alone: bool) -> list[Any]:
 
 
 @pytest.mark.parametrize(("is_invariant", "dtype"), [(False, "model"), (True, "int8")])
-def test_requests_together_equal_each_alone(load, is_invariant, dtype):
-    """In a pool too small for all of them, so that some are preempted and computed again."""
+def test_concurrent_requests_equal_each_alone(load, is_invariant, dtype):
+    """The pool is too small for all requests, so that some are preempted and recomputed."""
     cache = {"dtype": dtype, "num_pages": 14}
     options = {**ONE_SIZE, "batch_invariant": is_invariant, "cache": cache}
     model, weights = load(is_invariant)
@@ -87,8 +89,8 @@ def test_requests_together_equal_each_alone(load, is_invariant, dtype):
     assert pages.v is None and pages.k.shape[1:] == (1, 8, 24)
 
 
-def test_the_module_behind_the_last_layer_is_not_loaded(load, tmp_path):
-    """The one that predicts a further token: its tensors are there, and used for nothing."""
+def test_multi_token_prediction_module_is_not_loaded(load, tmp_path):
+    """The file has the module's tensors; they are not used."""
     further = {
         "model.layers.2.eh_proj.weight": np.ones((32, 64), np.float32),
         "model.layers.2.self_attn.o_proj.weight": np.full((32, 48), np.nan, np.float32),
@@ -101,9 +103,9 @@ def test_the_module_behind_the_last_layer_is_not_loaded(load, tmp_path):
         running.load(write_huggingface(CASES[NAME], wrong, tmp_path))
 
 
-def test_a_checkpoint_in_blocks_of_float8_is_the_model_of_its_dequantized_weights(tmp_path):
-    """As V3 is published: 128 x 128 numbers a scale, of all products in the layers but the
-    router's. Rows are cut (`kv_b_proj`) and reordered (RoPE's) after that."""
+def test_block_float8_checkpoint_equals_its_dequantized_weights(tmp_path):
+    """V3 is published with a scale for each block of 128 x 128 numbers, in all matrices of the
+    layers except the router's. Rows are split (`kv_b_proj`) and reordered (RoPE) after that."""
     stored: dict[str, np.ndarray] = {}
     plain: dict[str, np.ndarray] = {}
     for name, values in tensors().items():

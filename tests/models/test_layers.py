@@ -1,4 +1,4 @@
-"""The product that all models are made of."""
+"""Products, linear layers and RoPE's checks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DTYPES = ["float32", "bfloat16", "float16"]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("is_transposed", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 2, 5])
-def test_a_product_has_its_tokens_and_their_values(num_tokens, is_transposed, dtype):
+def test_project_equals_a_float64_product(num_tokens, is_transposed, dtype):
     generator = np.random.default_rng(0)
     x = jnp.asarray(generator.standard_normal((num_tokens, 24)), dtype)
     weight = jnp.asarray(generator.standard_normal((24, 40)), dtype)
@@ -28,7 +28,7 @@ def test_a_product_has_its_tokens_and_their_values(num_tokens, is_transposed, dt
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_inputs", "matrix"), [(1, (3, 40)), (2, (12, 10))])
-def test_a_weight_is_the_matrix_of_its_product(num_inputs, matrix, dtype):
+def test_linear_stores_its_weight_as_a_matrix(num_inputs, matrix, dtype):
     dims, axes = (3, 4, 2, 5), ("heads", "head_dim", "model", "ffn")
     layer = Linear(dims, axes, Numerics(jnp.dtype(dtype)), num_inputs=num_inputs, has_bias=True)
     inputs, outputs = dims[:num_inputs], dims[num_inputs:]
@@ -49,6 +49,6 @@ def test_a_weight_is_the_matrix_of_its_product(num_inputs, matrix, dtype):
         (0.0, 16, Unscaled(), "theta is 0"),
     ],
 )
-def test_a_rotary_embedding_without_angles_is_refused(theta, dim, scaling, named):
+def test_invalid_rope_is_refused(theta, dim, scaling, named):
     with pytest.raises(ValueError, match=named):
         Rope(theta, dim, scaling)

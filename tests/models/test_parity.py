@@ -15,8 +15,7 @@ TOLERANCE = 1e-4  # float32 logits of tiny random checkpoints
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_logits_equal_the_recorded_ones(name):
-    """The reference's logits were recorded by tests/references/make_references.py: no torch is
-    needed."""
+    """The logits were recorded by tests/references/make_references.py."""
     rows = json.loads((REFERENCES / "tiny_llama.json").read_text("utf-8"))["variants"]
     row = next(row for row in rows if row["name"] == name)
     model, weights = running.tiny(name)
@@ -31,7 +30,7 @@ def test_logits_equal_the_recorded_ones(name):
 @pytest.mark.parity
 @pytest.mark.parametrize("name", VARIANTS)
 def test_logits_and_greedy_tokens_equal_transformers(name, tmp_path):
-    """Live: all logits of a sequence, and 24 greedy tokens through the engine, in chunks."""
+    """Compare all logits of a sequence, and 24 greedy tokens of the engine, with transformers."""
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     folder = write_checkpoint(name, tmp_path)
@@ -42,7 +41,7 @@ def test_logits_and_greedy_tokens_equal_transformers(name, tmp_path):
         wanted = reference(torch.tensor([prompt])).logits[0].numpy()
     assert np.abs(running.all_logits(model, weights, prompt) - wanted).max() <= TOLERANCE
 
-    # A fresh reference: dynamic RoPE remembers the longest sequence it has seen.
+    # A new reference, since dynamic RoPE remembers the longest sequence it has seen.
     reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.inference_mode():
         generated = reference.generate(

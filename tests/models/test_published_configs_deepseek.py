@@ -1,5 +1,4 @@
-"""The config.json of published DeepSeek models: what is read, and how many parameters the model
-then has, which its publisher states too. No weights are needed."""
+"""The config.json of published DeepSeek models: their variants and numbers of parameters."""
 
 from __future__ import annotations
 
@@ -121,17 +120,17 @@ V3 = COMMON | {
     [
         pytest.param(V2_LITE, 15_706_484_224, id="DeepSeek-V2-Lite"),
         pytest.param(V2, 235_741_434_880, id="DeepSeek-V2"),
-        # With its routers' biases, without the module that predicts a further token.
+        # With the routers' biases, without the multi-token prediction module.
         pytest.param(V3, 671_026_419_200, id="DeepSeek-V3 and R1"),
     ],
 )
-def test_published_models_have_their_number_of_parameters(config, num_parameters):
+def test_published_model_has_the_stated_number_of_parameters(config, num_parameters):
     family = HF_FAMILIES[config["model_type"]]
     model = FunctionalModel(family, family.config_from_hf(config, {}), Numerics())
     assert model.num_parameters == num_parameters
 
 
-def test_v3_is_read_into_latents_groups_and_a_scale_with_yarns_temperature():
+def test_v3_has_latents_groups_and_yarn_temperature_in_its_scale():
     config = config_from_hf(V3, {})
     assert config.cache == (61, 1, 576, 512)
     assert [layer.experts is None for layer in config.layers[:4]] == [True, True, True, False]
@@ -148,7 +147,7 @@ def test_v3_is_read_into_latents_groups_and_a_scale_with_yarns_temperature():
     assert router.renormalize and router.scale == 2.5 and router.score == "sigmoid"
 
 
-def test_v2_lite_has_no_latent_of_queries_and_routes_by_softmax():
+def test_v2_lite_has_no_query_latent_and_routes_by_softmax():
     config = config_from_hf(V2_LITE, {})
     assert config.latent is not None and config.latent.q_rank is None
     experts = config.layer(1).experts
@@ -156,7 +155,7 @@ def test_v2_lite_has_no_latent_of_queries_and_routes_by_softmax():
     assert experts.router.num_groups == 1 and not experts.router.renormalize
 
 
-def test_only_every_nth_layer_may_have_experts():
+def test_moe_layer_freq_selects_the_layers_with_experts():
     layers = config_from_hf(V2_LITE | {"moe_layer_freq": 2}, {}).layers
     assert [i for i, layer in enumerate(layers) if layer.experts] == list(range(2, 27, 2))
 
@@ -175,17 +174,17 @@ def test_only_every_nth_layer_may_have_experts():
         ({"mlp_bias": True}, "mlp_bias is True"),
     ],
 )
-def test_what_is_not_built_is_refused_by_name(changes, message):
+def test_unsupported_config_is_refused_by_name(changes, message):
     with pytest.raises(ValueError, match=message):
         config_from_hf(V3 | changes, {})
 
 
-def test_normed_weights_of_v2_are_refused():
+def test_norm_topk_prob_of_v2_is_refused():
     with pytest.raises(ValueError, match="norm_topk_prob is True"):
         config_from_hf(V2 | {"norm_topk_prob": True}, {})
 
 
-def test_a_gguf_file_with_unknown_keys_or_gates_is_refused():
+def test_gguf_file_with_unknown_keys_or_gates_is_refused():
     keys = {"expert_gating_func": 3, "block_count": 2, "embedding_length": 32, "expert_count": 4}
     keys |= {"attention.head_count": 4, "attention.key_length": 16, "attention.value_length": 8}
     keys |= {"attention.kv_lora_rank": 8, "rope.dimension_count": 4, "context_length": 64}

@@ -1,6 +1,6 @@
-"""The configurations that publishers ship, read as the models they are: sizes and variants.
+"""The config.json of published dense models: their sizes, variants and numbers of parameters.
 
-The number of parameters is that of the published weights (of the text model, where there is more).
+The number of parameters is that of the published weights, or of the text model's weights.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ GELU = "gelu_pytorch_tanh"
 
 
 def shape(vocab: int, dim: int, ffn: int, layers: int, heads: int, kv_heads: int, **more: Any):
-    """config.json's keys of the sizes."""
+    """Return config.json's keys for the sizes."""
     return {
         "vocab_size": vocab,
         "hidden_size": dim,
@@ -35,8 +35,8 @@ def shape(vocab: int, dim: int, ffn: int, layers: int, heads: int, kv_heads: int
 def published(
     count: int, config: dict[str, Any], *ropes: Rope | None, windows=(None,), **fields: Any
 ):
-    """The number of parameters, config.json, and what it means: ropes and windows of the first
-    layers, other fields by name."""
+    """Return a case: the number of parameters, config.json, and the expected ropes and windows of
+    the first layers, and other fields by name."""
     return count, config, ropes, windows, fields
 
 
@@ -71,7 +71,7 @@ AFTER = {"norms": "after", "qk_norm": "all"}
 
 
 def llama3(factor: float) -> dict[str, Any]:
-    """config.json's `rope_scaling` of Llama 3.1 and later."""
+    """Return the `rope_scaling` of Llama 3.1 and later."""
     return {
         "factor": factor,
         "high_freq_factor": 4.0,
@@ -82,7 +82,7 @@ def llama3(factor: float) -> dict[str, Any]:
 
 
 def gemma3(**text: Any) -> dict[str, Any]:
-    """The published file of a Gemma 3 with images: of the text it says what is not the default."""
+    """Return the published config of a Gemma 3 with images, without the text model's defaults."""
     return {
         "model_type": "gemma3",
         "image_token_index": 262144,
@@ -373,7 +373,7 @@ PUBLISHED = {
 
 
 def num_parameters(family, config) -> int:
-    """Of the whole model, from one and from two of its layers, which are alike."""
+    """Return the model's number of parameters, from one and from two of its equal layers."""
     count = lambda n: (
         FunctionalModel(
             family, dataclasses.replace(config, num_layers=n), Numerics()
@@ -384,7 +384,7 @@ def num_parameters(family, config) -> int:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_published_configuration_is_the_model_it_belongs_to(name):
+def test_published_config_is_read_with_its_sizes_and_variants(name):
     count, json, ropes, windows, fields = PUBLISHED[name]
     family = HF_FAMILIES[json["model_type"]]
     config = family.config_from_hf(json, {})

@@ -1,5 +1,4 @@
-"""The config.json of published models of the GPT-like families: what is read, and how many
-parameters the model then has, which its publisher states too. No weights are needed."""
+"""The config.json of published GPT-like models: their variants and numbers of parameters."""
 
 import time
 
@@ -122,7 +121,7 @@ BLOOM_176B = {key: v for key, v in BLOOM_560M.items() if key not in ("n_embed", 
     "num_attention_heads": 112,
     "pretraining_tp": 4,
 }
-# The numbers of table 2.1 of arXiv:2005.14165, with GPT-2's vocabulary.
+# The sizes in table 2.1 of arXiv:2005.14165, with GPT-2's vocabulary.
 GPT3_175B = gpt2(96, 12288, 96, n_positions=2048, n_ctx=2048)
 
 PUBLISHED = {
@@ -143,18 +142,18 @@ def read(config: dict) -> GptConfig:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_published_config_has_as_many_parameters_as_stated(name):
+def test_published_model_has_the_stated_number_of_parameters(name):
     config, num_parameters = PUBLISHED[name]
     model = FunctionalModel(HF_FAMILIES[config["model_type"]], read(config), Numerics())
     assert model.num_parameters == num_parameters
 
 
-def test_the_shape_of_gpt3_is_built_abstractly_in_seconds():
+def test_gpt3_is_built_abstractly_in_seconds():
     started = time.process_time()
     model = FunctionalModel(HF_FAMILIES["gpt2"], read(GPT3_175B), Numerics())
     assert 174e9 < model.num_parameters < 176e9
     assert len(model.parameters) == 4 + 96 * 16
-    assert time.process_time() - started < 20  # 2 s on a quiet machine
+    assert time.process_time() - started < 20  # 2 s on an idle machine
 
 
 @pytest.mark.parametrize(
@@ -199,11 +198,11 @@ def test_the_shape_of_gpt3_is_built_abstractly_in_seconds():
     ],
     ids=["gpt2", "gpt-neox-20b", "bloom", "opt-125m"],
 )
-def test_what_a_published_config_means(config, expected):
+def test_published_config_is_read_with_its_variants(config, expected):
     assert read(config) == expected
 
 
-def test_both_generations_of_rope_keys_mean_the_same():
+def test_both_generations_of_rope_keys_are_read_alike():
     old = pythia(12, 768, 12, 50304) | {"rope_scaling": {"type": "linear", "factor": 4.0}}
     new = {key: v for key, v in old.items() if key not in ("rope_scaling", "rotary_pct")}
     new["rope_parameters"] = {
@@ -231,6 +230,6 @@ def test_both_generations_of_rope_keys_mean_the_same():
         (opt(24, 1024, 16, enable_bias=False), "enable_bias"),
     ],
 )
-def test_what_is_not_built_is_refused_by_name(config, named):
+def test_unsupported_config_is_refused_by_name(config, named):
     with pytest.raises(ValueError, match=named):
         read(config)

@@ -1,5 +1,4 @@
-"""The config.json of published mixtures of experts: what is read, and how many parameters the model
-then has, which its publisher states too. No weights are needed."""
+"""The config.json of published mixtures of experts: their variants and numbers of parameters."""
 
 from __future__ import annotations
 
@@ -185,19 +184,19 @@ def read(config: dict[str, Any]) -> DecoderConfig:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_the_model_has_the_published_number_of_parameters(name):
+def test_published_model_has_the_stated_number_of_parameters(name):
     config, count = PUBLISHED[name]
     model = FunctionalModel(HF_FAMILIES[config["model_type"]], read(config), Numerics())
     assert model.num_parameters == count
 
 
-def test_what_a_mixtral_computes():
+def test_mixtral_config_is_read():
     [layer] = set(read(MIXTRAL_8X7B).layers)
     assert layer.experts == ExpertsConfig(RouterConfig(8, 2, renormalize=True), 14336)
     assert (layer.rope, layer.window) == (Rope(1e6, 128), None)
 
 
-def test_what_a_qwen2_moe_computes():
+def test_qwen2_moe_config_is_read():
     config = read(QWEN2_57B)
     [layer] = set(config.layers)
     assert layer.experts == ExpertsConfig(
@@ -207,14 +206,14 @@ def test_what_a_qwen2_moe_computes():
     assert layer.window is None
 
 
-def test_what_a_qwen3_moe_computes():
+def test_qwen3_moe_config_is_read():
     config = read(QWEN3_30B)
     [layer] = set(config.layers)
     assert layer.experts == ExpertsConfig(RouterConfig(128, 8, renormalize=True), 768)
     assert (config.qkv_bias, config.qk_norm, config.head_dim) == (False, "head", 128)
 
 
-def test_the_names_that_transformers_5_writes_are_the_same_model():
+def test_transformers_5_keys_are_read_alike():
     newer = QWEN3_30B | {
         "num_local_experts": 128,
         "rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"},
@@ -231,7 +230,7 @@ def test_the_names_that_transformers_5_writes_are_the_same_model():
     assert read(newer) == read(GPT_OSS_20B)
 
 
-def test_what_a_gpt_oss_computes():
+def test_gpt_oss_config_is_read():
     config = read(GPT_OSS_20B)
     sliding, full = config.layers[:2]
     assert config.layers == (sliding, full) * 12
@@ -246,7 +245,7 @@ def test_what_a_gpt_oss_computes():
     assert (config.qkv_bias, config.out_bias, config.has_sinks) == (True, True, True)
 
 
-def test_what_gpt_oss_leaves_out_are_its_own_defaults():
+def test_gpt_oss_config_takes_its_defaults():
     bare = {
         key: value
         for key, value in GPT_OSS_20B.items()
@@ -267,12 +266,12 @@ def test_what_gpt_oss_leaves_out_are_its_own_defaults():
         (GPT_OSS_20B | {"layer_types": ["full_attention"]}, "1 entries for 24 layers"),
     ],
 )
-def test_what_is_not_honoured_is_refused(config, message):
+def test_unsupported_config_is_refused(config, message):
     with pytest.raises(ValueError, match=message):
         read(config)
 
 
-def test_a_gguf_key_that_is_not_read_is_refused():
+def test_unread_gguf_key_is_refused():
     keys = {"expert_gating_func": 2, "block_count": 2, "embedding_length": 32, "expert_count": 4}
     for architecture in ("llama", "qwen2moe", "qwen3moe", "gpt-oss"):
         metadata = {f"{architecture}.{key}": value for key, value in keys.items()}

@@ -1,4 +1,4 @@
-"""The recorded references are what they claim to be: right weights, right logits, right prompts."""
+"""Checks of the recorded references: their weights, logits and prompts."""
 
 import json
 
@@ -38,12 +38,12 @@ def recorded_logits(name: str, index: int) -> np.ndarray:
         return arrays[f"{name}/{index}"]
 
 
-def test_every_checkpoint_is_recorded_and_nothing_else(rows):
+def test_recorded_checkpoints_are_the_variants(rows):
     assert list(rows) == list(VARIANTS)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_recorded_logits_belong_to_the_checkpoint_made_here(rows, name):
+def test_recorded_weights_hash_equals_the_checkpoint_made_here(rows, name):
     row, tiny = rows[name], VARIANTS[name]
     assert row["weights_sha256"] == weights_sha256(weights(tiny))
     assert row["config"] == json.loads(json.dumps(config_json(tiny)))
@@ -61,8 +61,8 @@ def test_recorded_logits_equal_the_float64_forward(rows, name):
 
 
 @pytest.mark.parametrize("name", ROTARY)
-def test_a_rotary_scaling_that_is_ignored_is_noticed(name):
-    """The recorded logits are far from those of plain RoPE, so a parity test on them can fail."""
+def test_recorded_logits_differ_from_plain_rope(name):
+    """The recorded logits are far from those of plain RoPE, so that the parity test can fail."""
     tiny = VARIANTS[name]
     config = config_json(tiny)
     plain = {key: value for key, value in config.items() if not key.startswith("rope_")}
@@ -73,7 +73,7 @@ def test_a_rotary_scaling_that_is_ignored_is_noticed(name):
 
 
 @pytest.mark.parametrize("name", ["gqa", "bfloat16", "sharded", "all_biases_tied_mqa"])
-def test_the_files_hold_the_tensors(tmp_path, name):
+def test_written_files_contain_the_tensors(tmp_path, name):
     kinds = {"F32": np.float32, "BF16": ml_dtypes.bfloat16}
     expected = weights(VARIANTS[name])
     seen = set()
@@ -89,13 +89,13 @@ def test_the_files_hold_the_tensors(tmp_path, name):
 
 
 @pytest.mark.parametrize("text", ["the thing and one", "Größe 漢字 🎉\n\t", "", " <s> \x00"])
-def test_the_tokenizer_round_trips(text):
+def test_tokenizer_round_trips(text):
     tokenizer = byte_level_tokenizer()
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
-def test_golden_prompts_are_whole(golden):
+def test_golden_prompts_are_complete(golden):
     prompts = golden["prompts"]
     assert len(prompts) == 20 and len({prompt["name"] for prompt in prompts}) == 20
     assert all(len(prompt["tokens"]) == golden["num_tokens"] == 64 for prompt in prompts)

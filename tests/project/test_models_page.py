@@ -8,7 +8,7 @@ from jaxinfer.models import GGUF_FAMILIES, HF_FAMILIES
 from tests.references import make_models_page
 from tests.support.paths import ROOT
 
-# A wrapper of another family, which its own test compares with that (test_unsaid_configs_dense.py).
+# A wrapper of another family, with which test_config_defaults_dense.py compares it.
 WRAPPERS = {"mistral3"}
 
 

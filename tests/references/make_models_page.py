@@ -44,8 +44,8 @@ LIVE = {
     "test_logits_and_greedy_tokens_equal_transformers": "logits within {:.0e}; greedy tokens equal",
     "test_hidden_states_equal_transformers": "hidden states within {:.0e}",
 }
-GGUF = "test_a_gguf_file_is_the_same_model"
-PACKED = "test_quantized_weights_are_what_they_stand_for"
+GGUF = "test_gguf_file_is_the_same_model"
+PACKED = "test_quantized_weights_equal_their_dequantized_arrays"
 
 
 class Result(NamedTuple):

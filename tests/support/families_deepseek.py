@@ -53,7 +53,7 @@ GGUF: dict[str, Any] = {
     "expert_used_count": 3,
     "expert_feed_forward_length": 16,
 }
-# As the converter wrote V2-Lite: lengths of a head, and one tensor for keys and values.
+# The older format (V2-Lite): a head's lengths, and one tensor for keys and values.
 GGUF_LITE = GGUF | {
     "attention.head_count_kv": 4,
     "attention.key_length": NOPE_DIM + 8,
@@ -62,7 +62,7 @@ GGUF_LITE = GGUF | {
     "expert_shared_count": 2,
     "expert_weights_scale": 1.0,
 }
-# As it writes V3 since the absorbed form: what is cached is one head.
+# The format since the absorbed form (V3): the cache has one head.
 GGUF_V3 = GGUF | {
     "attention.head_count_kv": 1,
     "attention.q_lora_rank": 24,

@@ -1,6 +1,6 @@
 """Cases of the dense Llama-like families (see `family_bench.py`).
 
-Windows, and the length at which LongRoPE changes, are far below the sequences' lengths.
+Windows and LongRoPE's original length are far below the sequences' lengths.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ METADATA = {
 }
 HEADS_OF_16 = {"attention.key_length": 16, "attention.value_length": 16, "rope.dimension_count": 16}
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
-# Divisors of LongRoPE for 12 and 16 turned dimensions of a head.
+# LongRoPE's divisors for 12 and 16 rotated dimensions of a head.
 SHORT_6, LONG_6 = [1.0, 1.05, 1.1, 1.2, 1.3, 1.5], [1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 SHORT_8, LONG_8 = [1.0, 1.1, 1.2, 1.3, 1.5, 1.6, 1.8, 2.0], [1.0, 1.5, 2.0, 3.0, 3.5, 4.0, 5.0, 6.0]
 LLAMA3 = {
@@ -44,7 +44,7 @@ AROUND_32 = (20, 50, 32, 33)
 
 
 def _pair_heads(name: str, values: np.ndarray) -> Tensors:
-    """The row order of architectures that turn adjacent pairs."""
+    """Return the rows in the order of architectures that rotate adjacent pairs."""
     for part, num_heads in (("q_proj", 4), ("k_proj", 2)):
         if part in name:
             return {name: paired(values, num_heads)}
@@ -56,7 +56,7 @@ def _add_one_to_norms(name: str, values: np.ndarray) -> Tensors:
 
 
 def _with_factors(short: list[float], long: list[float]) -> Callable[[str, np.ndarray], Tensors]:
-    """Adds LongRoPE's two tensors of factors, which are configuration to Hugging Face."""
+    """Add LongRoPE's two tensors of factors, which a Hugging Face file has in its config."""
     factors = {
         "rope_factors_long.weight": np.asarray(long, np.float32),
         "rope_factors_short.weight": np.asarray(short, np.float32),
@@ -65,7 +65,7 @@ def _with_factors(short: list[float], long: list[float]) -> Callable[[str, np.nd
 
 
 def _with_divisors(name: str, values: np.ndarray) -> Tensors:
-    """`LLAMA3` as the converter writes it: a tensor of what each frequency is divided by."""
+    """Add `LLAMA3` as the converter writes it: a tensor of each frequency's divisor."""
     tensors = _pair_heads(name, values)
     if name == "model.norm.weight":
         turns = LLAMA3["original_max_position_embeddings"] / (
@@ -79,7 +79,7 @@ def _with_divisors(name: str, values: np.ndarray) -> Tensors:
 
 
 def _images(kind: str, **more: Any) -> dict[str, Any]:
-    """The smallest tower of images, for models whose text alone is run."""
+    """Return the smallest vision tower, for models of which only the text is run."""
     return {
         "model_type": kind,
         "hidden_size": 16,
@@ -334,7 +334,7 @@ OLMO_CASES = {
             "num_hidden_layers": 4,
             "sliding_window": 9,
             "rope_theta": 500_000.0,
-            # Not the usual 1.14: a file's factor is all of the temperature.
+            # Not the default 1.14: a file's factor is the whole temperature.
             "rope_scaling": YARN | {"rope_type": "yarn", "attention_factor": 1.3},
         },
         GgufForm(

@@ -1,4 +1,4 @@
-"""Cases of the encoders (see `family_bench.py`); what is recorded of them are hidden states."""
+"""Cases of the encoders (see `family_bench.py`), whose hidden states are recorded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROBERTA: dict[str, Any] = COMMON | {
     "bos_token_id": 0,
     "type_vocab_size": 1,
     "layer_norm_eps": 1e-5,
-    "max_position_embeddings": 66,  # two of which no token takes
+    "max_position_embeddings": 66,  # no token takes the first two
 }
 
 
@@ -23,7 +23,7 @@ def _without_pooler(name: str, values: np.ndarray) -> Tensors:
 
 
 def _without_first_positions(name: str, values: np.ndarray) -> Tensors:
-    """What a converter makes of RoBERTa's table: from the first token's row on."""
+    """Return RoBERTa's table as a converter writes it: from the first token's row."""
     if "position_embeddings" in name:
         values = values[2:]
     return _without_pooler(name, values)

@@ -7,19 +7,19 @@ import numpy as np
 from tests.support.family_bench import COMMON, FamilyCase, GgufForm, Tensors
 
 NUM_HEADS = 4
-# These families have keys of their own for what `COMMON` says; what a config does not have goes.
+# These families have other keys for the sizes in `COMMON`; the keys that they lack are removed.
 _NO_COMMON = {key: None for key in COMMON if key not in ("vocab_size", "num_hidden_layers")}
 _TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 
 def _without_conv1d(name: str, values: np.ndarray) -> Tensors:
-    """GPT-2's products are stored as [inputs, outputs], and written as [outputs, inputs]."""
+    """Transpose GPT-2's matrices [inputs, outputs] to [outputs, inputs], as a GGUF file has."""
     is_product = ".c_" in name and name.endswith("weight")
     return {name: values.T if is_product else values}
 
 
 def _rows_of_q_then_k_then_v(name: str, values: np.ndarray) -> Tensors:
-    name = name.removeprefix("transformer.")  # BLOOM's, as its converter does
+    name = name.removeprefix("transformer.")  # for BLOOM, as its converter does
     if "query_key_value" not in name:
         return {name: values}
     heads = values.reshape(NUM_HEADS, 3, -1, *values.shape[1:])
@@ -103,7 +103,7 @@ CASES: dict[str, FamilyCase] = {
         GgufForm("bloom", _SIZES | {"feed_forward_length": 128}, _rows_of_q_then_k_then_v),
         seed=4,
     ),
-    # Six heads: the slopes of the last two lie between those of the first four.
+    # With six heads, the slopes of the last two are between those of the first four.
     "bloom_norm_residual": _bloom(
         {"apply_residual_connection_post_layernorm": True, "n_head": 6, "hidden_size": 48},
         seed=5,

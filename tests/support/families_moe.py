@@ -10,18 +10,18 @@ HEADS, KV_HEADS = 4, 2
 
 
 def _paired(name: str, values: np.ndarray) -> Tensors:
-    """Mixtral is of the architecture llama, whose q and k are turned by adjacent pairs."""
+    """Reorder q and k: Mixtral is written as llama, which rotates adjacent pairs."""
     heads = {"q_proj": HEADS, "k_proj": KV_HEADS}.get(name.split(".")[-2])
     return {name: values if heads is None else paired(values, heads)}
 
 
 def _shared_gate(name: str, values: np.ndarray) -> Tensors:
-    """Its matrix of one row is written as a vector."""
+    """Write the matrix of one row as a vector."""
     return {name: values[0] if name.endswith("shared_expert_gate.weight") else values}
 
 
 def _split(name: str, values: np.ndarray) -> Tensors:
-    """Experts of gpt-oss: gate and up apart, matrices as [outputs, inputs]."""
+    """Split gate and up of gpt-oss's experts, and store matrices as [outputs, inputs]."""
     if name.endswith("sinks"):
         return {f"{name}.weight": values}
     if ".experts." not in name:
@@ -114,7 +114,7 @@ CASES: dict[str, FamilyCase] = {
             _shared_gate,
         ),
     ),
-    # Experts in layer 1 alone (layer 3 is named), windows in layer 0 and 2.
+    # Experts only in layer 1 (layer 3 is in mlp_only_layers), windows in layers 0 and 2.
     "qwen2_moe_sparse": FamilyCase(
         QWEN2
         | {
@@ -186,7 +186,7 @@ CASES: dict[str, FamilyCase] = {
             _split,
         ),
     ),
-    # A gate that is clamped often, other kinds of layers, and the older spelling of RoPE.
+    # A gate that is often clamped, other layer types, and the older RoPE keys.
     "gpt_oss_clamped": FamilyCase(
         GPT_OSS
         | {

@@ -1,9 +1,8 @@
 """Tiny random checkpoints of every model family, for comparison with transformers.
 
-A case is a `config.json`. Names and shapes of its tensors are recorded (from what transformers
-saves, by `tests/references/make_family_references.py`), and so are logits; the values are made
-here, the
-same bytes on every machine, so that the recorded logits hold where PyTorch is absent.
+A case is a `config.json`. `tests/references/make_family_references.py` records the names and shapes
+of the tensors that transformers saves, and logits. The values of the tensors are generated here,
+with the same bytes on every machine, so that the recorded logits can be compared without PyTorch.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from tests.support.paths import REFERENCES
 
 REFERENCES = REFERENCES / "families"
 VOCAB_SIZE = 160
-# What nearly all families' configurations have; a case overrides what differs.
+# Keys that most families share; a case overrides what differs.
 COMMON = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,
@@ -44,9 +43,11 @@ Tensors = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class GgufForm:
-    """How llama.cpp's converter writes the case: the architecture, the metadata (keys without the
-    architecture), and what it does to a tensor beyond renaming it: `change(name, values)` of the
-    Hugging Face name returns the tensors to write in its place, by Hugging Face's names."""
+    """How llama.cpp's converter writes the case.
+
+    `metadata` has keys without the architecture. `change(name, values)` returns the tensors to
+    write in place of a tensor, by Hugging Face names.
+    """
 
     architecture: str
     metadata: Mapping[str, Any]
@@ -55,14 +56,14 @@ class GgufForm:
 
 @dataclass(frozen=True)
 class FamilyCase:
-    """`config` is laid over `COMMON` (a None takes a key away); `nulls` are keys that are null."""
+    """A case: `config` overrides `COMMON` (None removes a key); `nulls` are keys that are null."""
 
     config: Mapping[str, Any]
     gguf: GgufForm | None = None
     seed: int = 0
     sequence_lens: tuple[int, ...] = (20, 50)
     generation: Mapping[str, Any] = field(default_factory=dict)
-    norm_mean: float = 1.0  # of the norms' weights: 0 where the model adds 1 to them
+    norm_mean: float = 1.0  # mean of the norms' weights; 0 if the model adds 1 to them
     nulls: tuple[str, ...] = ()
 
     @property
@@ -71,7 +72,7 @@ class FamilyCase:
         return given | dict.fromkeys(self.nulls)
 
     def sequences(self) -> list[list[int]]:
-        """Random token ids of `sequence_lens`, special ones excepted."""
+        """Return random token ids of `sequence_lens`, without special tokens."""
         words = np.random.PCG64(1000 + self.seed)
         vocab_size = self.config_json["vocab_size"]
         return [
@@ -82,12 +83,12 @@ class FamilyCase:
 
 @functools.cache
 def recorded(group: str) -> dict[str, Any]:
-    """The group's JSON: by case the config, its tensors' shapes, and the sequences recorded."""
+    """Return the group's JSON: for each case the config, tensor shapes and recorded sequences."""
     return json.loads((REFERENCES / f"{group}.json").read_text("utf-8"))["cases"]
 
 
 def make_tensors(shapes: Mapping[str, Any], seed: int, norm_mean: float = 1.0) -> Tensors:
-    """float32 values of tensors with these shapes, by name; uniform, from raw PCG64 words."""
+    """Return float32 tensors with these shapes, by name; uniform, from raw PCG64 words."""
     made = {name: _values(name, tuple(shape), seed) for name, shape in sorted(shapes.items())}
     shift = np.float32(norm_mean - 1.0)
     is_norm = lambda name: len(shapes[name]) == 1 and name.endswith("weight")
@@ -102,8 +103,8 @@ def _values(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
 
 
 def _spread(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
-    """Mean and half width. Wide enough that a wrong rotation, mask or route moves the logits by far
-    more than rounding does."""
+    """Return mean and half width, large enough that a wrong rotation, mask or route changes the
+    logits by far more than rounding does."""
     if len(shape) == 1:
         return (1.0, 0.4) if name.endswith("weight") else (0.0, 0.5)
     if "embed" in name or ".wte." in name or ".wpe." in name or name.endswith("bias"):
@@ -115,7 +116,7 @@ def _spread(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
 
 
 def write_huggingface(case: FamilyCase, tensors: Tensors, folder: Path) -> Path:
-    """A Hugging Face directory without a tokenizer."""
+    """Write a Hugging Face directory without a tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(case.config_json), "utf-8")
     if case.generation:
@@ -125,7 +126,7 @@ def write_huggingface(case: FamilyCase, tensors: Tensors, folder: Path) -> Path:
 
 
 def write_gguf(case: FamilyCase, tensors: Tensors, path: Path) -> Path:
-    """The case as a GGUF file of float32; names are those of the `gguf` package's own map."""
+    """Write the case as a float32 GGUF file, with the names of the `gguf` package's map."""
     form = case.gguf
     assert form is not None
     arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == form.architecture)
@@ -152,7 +153,7 @@ def write_gguf(case: FamilyCase, tensors: Tensors, path: Path) -> Path:
 
 
 def _with_stacked_experts(tensors: Tensors) -> Tensors:
-    """`...experts.3.gate_proj.weight` of all experts as one `...experts.gate_proj.weight`."""
+    """Stack `...experts.3.gate_proj.weight` of all experts as `...experts.gate_proj.weight`."""
     stacked: dict[str, dict[int, np.ndarray]] = {}
     others: Tensors = {}
     for name, values in tensors.items():
@@ -178,6 +179,6 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 
 
 def paired(values: np.ndarray, num_heads: int) -> np.ndarray:
-    """Rows of q or k as the converter of Llama-like models writes them, for adjacent pairs."""
+    """Return rows of q or k in the order that the converter of Llama-like models writes."""
     rows = values.reshape(num_heads, 2, values.shape[0] // num_heads // 2, *values.shape[1:])
     return rows.swapaxes(1, 2).reshape(values.shape)

@@ -1,4 +1,4 @@
-"""All cases of `family_bench.py`, by group: a file of cases, and one of recorded logits."""
+"""All family cases by group; a group has a file of cases and one of recorded logits."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What configurations of the dense families leave unsaid, what is refused, and text models that lie
-within others."""
+"""Defaults and refusals of the dense families' configurations, and text models within others."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from tests.support.family_bench import make_tensors, recorded, write_huggingface
 
 
 def gguf(architecture: str, layers: int, dim: int, heads: int, **more: Any) -> dict[str, Any]:
-    """The key-values of a file."""
+    """Return the key-values of a GGUF file."""
     values = {
         "vocab_size": 1000,
         "context_length": 8192,
@@ -45,13 +44,13 @@ def read_gguf(architecture: str, metadata: dict[str, Any]) -> Any:
         (gguf("gemma3", 62, 5376, 32, attention__key_length=128), 168**-0.5),
     ],
 )
-def test_the_largest_gemmas_scale_scores_by_their_width(metadata, scale):
-    """The files do not say it."""
+def test_gemma_27b_gguf_scales_scores_by_its_width(metadata, scale):
+    """The files do not state the scale."""
     architecture = next(iter(metadata)).partition(".")[0]
     assert read_gguf(architecture, metadata).attention_scale == scale
 
 
-def test_what_a_gguf_file_leaves_out_is_what_its_models_have():
+def test_missing_gguf_keys_take_the_published_values():
     gemma2 = read_gguf("gemma2", gguf("gemma2", 26, 2304, 8))
     assert [layer.window for layer in gemma2.layers] == [4096, None]
     assert (gemma2.attention_soft_cap, gemma2.logits_soft_cap) == (50.0, 30.0)
@@ -102,13 +101,13 @@ BASE = {
         ({"model_type": "mistral3", "text_config": {"model_type": "mamba"}}, "mamba"),
     ],
 )
-def test_what_is_not_built_is_refused(config, words):
+def test_unsupported_config_is_refused(config, words):
     with pytest.raises(ValueError, match=words):
         HF_FAMILIES[config["model_type"]].config_from_hf(BASE | config, {})
 
 
-def test_the_text_of_a_mistral_with_images_is_a_mistral(tmp_path):
-    """Both names that transformers has given the text's tensors; the images' are passed over."""
+def test_text_model_of_a_mistral_with_images_is_a_mistral(tmp_path):
+    """Both prefixes of transformers for the text model are read; image tensors are ignored."""
     case = CASES["mistral"]
     tensors = make_tensors(recorded("dense")["mistral"]["shapes"], case.seed)
     folder = write_huggingface(case, tensors, tmp_path / "plain")
@@ -148,20 +147,20 @@ MORE_SIZES: dict[str, dict[str, Any]] = {
     "mixtral": EXPERTS | {"num_local_experts": 8},
     "opt": {"word_embed_proj_dim": 512},
     "qwen2_moe": {"num_experts": 8, **EXPERTS, "shared_expert_intermediate_size": 40},
-    "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 24},  # 8 a token, unsaid
+    "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 24},  # 8 experts per token by default
 }
 WRAPPED = {"gemma3", "mistral3"}
 
 
 @pytest.mark.parity
 @pytest.mark.parametrize("model_type", sorted(HF_FAMILIES.keys() - WRAPPED))
-def test_a_file_of_sizes_alone_means_what_the_references_class_says(model_type):
-    """And the longer form of the same, which transformers writes, means it too."""
+def test_config_of_sizes_alone_takes_the_reference_defaults(model_type):
+    """The longer config.json that transformers writes for the same model is read alike."""
     auto = pytest.importorskip(
         "transformers.models.auto.configuration_auto", reason="transformers is not installed"
     )
     sizes = SIZES | MORE_SIZES.get(model_type, {})
-    if model_type in ("bloom", "gpt2"):  # their own keys
+    if model_type in ("bloom", "gpt2"):  # they have other keys
         sizes = {k: v for k, v in sizes.items() if not k.startswith(("num_", "intermediate"))}
     read = HF_FAMILIES[model_type].config_from_hf
     in_full = auto.CONFIG_MAPPING[model_type](**sizes).to_dict()
