@@ -21,7 +21,7 @@ from jaxinfer.serving.config import ServingConfig, TlsConfig
 from jaxinfer.serving.generation import Chat, Delta, GenerationRequest
 from jaxinfer.serving.health import Health, State
 from tests.support.certificates import make_authority, make_signed
-from tests.support.grpc_harness import GrpcHarness, ask, config, grpc_harness, run
+from tests.support.grpc_harness import GrpcHarness, config, grpc_harness, make_request, run
 from tests.support.tiny_server import Brake, tiny_engine
 
 CODES = grpc.StatusCode
@@ -164,7 +164,7 @@ def test_overloaded_error_has_a_retry_delay(engine, brake, kind):
         limits = config(max_waiting=0)
         async with grpc_harness(engine, limits) as harness, either(kind, harness.target) as client:
             brake.hold()
-            calls = [harness.stub.Generate(ask()) for _ in range(4)]
+            calls = [harness.stub.Generate(make_request()) for _ in range(4)]
             for call in calls:
                 await call.read()
             with pytest.raises(RpcError) as caught:

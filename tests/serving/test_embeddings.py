@@ -61,15 +61,15 @@ async def post(both: BothProtocols, **body: Any) -> Any:
     return await http_of(both).post("/v1/embeddings", json=body)
 
 
-async def refused(both: BothProtocols, protocol: str, **ask: Any) -> tuple[str, str | None]:
+async def refused(both: BothProtocols, protocol: str, **fields: Any) -> tuple[str, str | None]:
     """The kind, by the protocol's name, and the field of a refused request."""
     if protocol == "http":
-        reply = await post(both, **ask)
+        reply = await post(both, **fields)
         assert reply.status_code != 200, reply.text
         error = reply.json()["error"]
         return error["type"], error["param"]
     with pytest.raises(RpcError) as caught:
-        await grpc_of(both).embed(ask.pop("input"), **ask)
+        await grpc_of(both).embed(fields.pop("input"), **fields)
     return caught.value.code.name, caught.value.field
 
 
@@ -118,11 +118,11 @@ def test_embedding_fields_are_honoured_over_both_protocols(embedder):
     async def main():
         async with both_protocols(embedder) as both:
             for field, wanted in zip(fields, all_wanted, strict=True):
-                ask: dict[str, Any] = {"input": TEXTS} | field
-                reply = (await post(both, **ask)).json()
+                body: dict[str, Any] = {"input": TEXTS} | field
+                reply = (await post(both, **body)).json()
                 found = np.array([item["embedding"] for item in reply["data"]], np.float32)
                 assert found.shape == wanted.shape and np.abs(found - wanted).max() < 1e-5
-                made = await grpc_of(both).embed(ask.pop("input"), **ask)
+                made = await grpc_of(both).embed(body.pop("input"), **body)
                 assert np.abs(made.vectors - wanted).max() < 1e-5
 
     run(main())
@@ -173,11 +173,11 @@ REFUSALS: list[tuple[dict[str, Any], tuple[str, str], str | None]] = [
 def test_embedding_refusals_name_the_field_over_both_protocols(embedder):
     async def main():
         async with both_protocols(embedder) as both:
-            for ask, (openai_type, status), field in REFUSALS:
-                ask = {"input": ["a"]} | ask
+            for fields, (openai_type, status), field in REFUSALS:
+                fields = {"input": ["a"]} | fields
                 for protocol, kind in (("http", openai_type), ("grpc", status)):
-                    said = await refused(both, protocol, **ask)
-                    assert said == (kind, field), (ask, protocol)
+                    said = await refused(both, protocol, **fields)
+                    assert said == (kind, field), (fields, protocol)
             wrong: list[dict[str, Any]] = [
                 {"input": ["a", [5]]},
                 {"input": 5},

@@ -10,7 +10,7 @@ from jaxinfer.loading.checkpoint import GenerationDefaults
 from jaxinfer.serving.generation import Chat, GenerationRequest
 from jaxinfer.serving.observer import Observer
 from jaxinfer.serving.protos.jaxinfer.v1 import inference_pb2 as pb
-from tests.support.grpc_harness import ask, grpc_harness, joined, run, streamed
+from tests.support.grpc_harness import grpc_harness, joined, make_request, run, streamed
 from tests.support.tiny_server import tiny_engine
 
 
@@ -22,7 +22,7 @@ def engine() -> Engine:
 def test_stream_begins_with_its_id_and_ends_with_usage_and_timing(engine):
     async def main():
         async with grpc_harness(engine) as harness:
-            parts = await streamed(harness, ask(max_tokens=8, request_id="mine"))
+            parts = await streamed(harness, make_request(max_tokens=8, request_id="mine"))
             assert parts[0].started == pb.Started(request_id="mine", prompt_tokens=len("a prompt"))
             assert [part.HasField("sample") for part in parts] == [False] + [True] * (
                 len(parts) - 1
@@ -43,7 +43,7 @@ def test_complete_returns_the_services_result(engine):
             params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
             stream = await harness.service.generate(GenerationRequest("a prompt", params))
             [expected] = (await stream.collect()).samples
-            answer = await harness.stub.Complete(ask(max_tokens=12))
+            answer = await harness.stub.Complete(make_request(max_tokens=12))
             [sample] = answer.samples
             assert sample.text == expected.text
             assert list(sample.token_ids) == expected.token_ids
@@ -65,7 +65,7 @@ def test_deltas_join_to_the_complete_output_with_split_characters(engine, seed):
                 "seed": seed,
                 "allowed_token_ids": pb.TokenIds(ids=sorted(set(ids))),
             }
-            request = ask(text, 120, params=named)
+            request = make_request(text, 120, params=named)
             [whole] = (await harness.stub.Complete(request)).samples
             parts = await streamed(harness, request)
             assert joined(parts) == [whole] and len(whole.token_ids) == 120
@@ -79,14 +79,16 @@ def test_deltas_join_to_the_complete_output_with_stop_strings(engine, include):
     async def main():
         async with grpc_harness(engine) as harness:
             params = {"temperature": 1.0, "seed": 3}
-            [free] = (await harness.stub.Complete(ask(max_tokens=80, params=params))).samples
+            [free] = (
+                await harness.stub.Complete(make_request(max_tokens=80, params=params))
+            ).samples
             for start, length in ((0, 1), (7, 3), (20, 5), (30, 8)):
                 stop = free.text[start : start + length]
                 params |= {
                     "stop": pb.Strings(values=["never there", stop]),
                     "include_stop_str_in_output": include,
                 }
-                request = ask(max_tokens=80, params=params)
+                request = make_request(max_tokens=80, params=params)
                 [whole] = (await harness.stub.Complete(request)).samples
                 assert joined(await streamed(harness, request)) == [whole]
                 before = free.text[: free.text.index(stop)]
@@ -100,7 +102,7 @@ def test_samples_and_logprobs_are_transmitted(engine):
     async def main():
         async with grpc_harness(engine) as harness:
             params = {"n": 3, "temperature": 1.0, "seed": 5, "logprobs": 2, "prompt_logprobs": 1}
-            request = ask(max_tokens=6, params=params)
+            request = make_request(max_tokens=6, params=params)
             answer = await harness.stub.Complete(request)
             parts = await streamed(harness, request)
             assert joined(parts) == list(answer.samples)
@@ -123,15 +125,15 @@ def test_token_ids_text_and_chat_give_the_same_output(engine):
     async def main():
         async with grpc_harness(engine) as harness:
             ids = (await harness.stub.Tokenize(pb.TokenizeRequest(text="a prompt"))).token_ids
-            given = await harness.stub.Complete(ask(token_ids=pb.TokenIds(ids=ids)))
-            assert given.samples == (await harness.stub.Complete(ask("a prompt"))).samples
+            given = await harness.stub.Complete(make_request(token_ids=pb.TokenIds(ids=ids)))
+            assert given.samples == (await harness.stub.Complete(make_request("a prompt"))).samples
 
             ids = (await harness.stub.Tokenize(pb.TokenizeRequest(chat=chat))).token_ids
             assert ids == await harness.service.tokenize(
                 Chat([{"role": "user", "content": "hello"}])
             )
-            given = await harness.stub.Complete(ask(token_ids=pb.TokenIds(ids=ids)))
-            assert given.samples == (await harness.stub.Complete(ask(chat=chat))).samples
+            given = await harness.stub.Complete(make_request(token_ids=pb.TokenIds(ids=ids)))
+            assert given.samples == (await harness.stub.Complete(make_request(chat=chat))).samples
 
     run(main())
 
@@ -160,7 +162,7 @@ def test_get_model_and_get_stats_return_the_services_values(engine):
             assert model.name == "tiny" and model.max_len == engine.max_model_len
             assert model.has_chat_template and model.created > 0
             before = await harness.stub.GetStats(pb.GetStatsRequest())
-            await harness.stub.Complete(ask(max_tokens=8))
+            await harness.stub.Complete(make_request(max_tokens=8))
             stats = await harness.stub.GetStats(pb.GetStatsRequest())
             assert stats.num_generated == before.num_generated + 8
             assert stats.num_pages == engine.stats.num_pages
@@ -195,8 +197,8 @@ def test_request_fields_reach_the_engine(engine):
 
     async def main():
         async with grpc_harness(engine, observers=(observer,)) as harness:
-            await harness.stub.Complete(ask(cache_salt="s", user="ann", request_id="r"))
-            await harness.stub.Complete(ask())
+            await harness.stub.Complete(make_request(cache_salt="s", user="ann", request_id="r"))
+            await harness.stub.Complete(make_request())
 
     run(main())
     first, second = seen

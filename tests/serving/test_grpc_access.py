@@ -18,7 +18,7 @@ from jaxinfer.serving.observer import Observer
 from jaxinfer.serving.protos.jaxinfer.v1 import inference_pb2 as pb
 from jaxinfer.serving.protos.jaxinfer.v1.inference_pb2_grpc import InferenceStub
 from tests.support.certificates import Pair, make_authority, make_signed
-from tests.support.grpc_harness import GrpcHarness, ask, error_of, grpc_harness, run
+from tests.support.grpc_harness import GrpcHarness, error_of, grpc_harness, make_request, run
 from tests.support.tiny_server import tiny_engine
 
 CODES = grpc.StatusCode
@@ -38,8 +38,8 @@ def calls(harness: GrpcHarness, metadata) -> list:
     """A call of every method."""
     stub = harness.stub
     return [
-        stub.Generate(ask(), metadata=metadata),
-        stub.Complete(ask(), metadata=metadata),
+        stub.Generate(make_request(), metadata=metadata),
+        stub.Complete(make_request(), metadata=metadata),
         stub.Tokenize(pb.TokenizeRequest(text="a"), metadata=metadata),
         stub.Detokenize(pb.DetokenizeRequest(token_ids=[5]), metadata=metadata),
         stub.GetModel(pb.GetModelRequest(), metadata=metadata),
@@ -94,8 +94,8 @@ def test_key_name_is_the_user_unless_the_request_names_one(engine):
 
     async def main():
         async with grpc_harness(engine, keys=KEYS, observers=(observer,)) as harness:
-            await harness.stub.Complete(ask(), metadata=bearer("key-of-bob-2"))
-            await harness.stub.Complete(ask(user="carol"), metadata=bearer("key-of-bob-2"))
+            await harness.stub.Complete(make_request(), metadata=bearer("key-of-bob-2"))
+            await harness.stub.Complete(make_request(user="carol"), metadata=bearer("key-of-bob-2"))
 
     run(main())
     assert users == ["bob", "carol"]
@@ -157,7 +157,7 @@ async def call_over_tls(harness: GrpcHarness, root: Pair | None, own: Pair | Non
         own and Path(own.certificate).read_bytes(),
     )
     async with grpc.aio.secure_channel(harness.target, credentials) as channel:
-        answer = await InferenceStub(channel).Complete(ask(), timeout=20)
+        answer = await InferenceStub(channel).Complete(make_request(), timeout=20)
         assert answer.finished.usage.output_tokens == 8
 
 
@@ -172,7 +172,7 @@ def test_tls_serves_clients_that_trust_its_certificate(engine, certificates):
         async with grpc_harness(engine, certificates.config()) as harness:
             await call_over_tls(harness, certificates.authority)
             await is_refused(harness, certificates.other_authority)
-            error = await error_of(harness.stub.Complete(ask()))  # in clear text
+            error = await error_of(harness.stub.Complete(make_request()))  # in clear text
             assert error.code() is CODES.UNAVAILABLE
             await call_over_tls(harness, certificates.authority)
 
@@ -199,8 +199,10 @@ def test_tls_and_keys_work_together(engine, certificates):
             credentials = grpc.ssl_channel_credentials(root)
             async with grpc.aio.secure_channel(harness.target, credentials) as channel:
                 stub = InferenceStub(channel)
-                assert (await error_of(stub.Complete(ask()))).code() is CODES.UNAUTHENTICATED
-                await stub.Complete(ask(), metadata=bearer("key-of-ann-1"))
+                assert (
+                    await error_of(stub.Complete(make_request()))
+                ).code() is CODES.UNAUTHENTICATED
+                await stub.Complete(make_request(), metadata=bearer("key-of-ann-1"))
 
     run(main())
 

@@ -19,10 +19,10 @@ from tests.support.grpc_harness import (
     EOF,
     GrpcHarness,
     Relay,
-    ask,
     config,
     error_of,
     grpc_harness,
+    make_request,
     run,
 )
 from tests.support.tiny_server import Brake, tiny_engine
@@ -73,7 +73,7 @@ def test_cancel_frees_pages_at_once(engine, brake, method):
     async def main():
         async with grpc_harness(engine, observers=(ends.observer,)) as harness:
             brake.seconds = 0.01
-            call = getattr(harness.stub, method)(ask(max_tokens=400))
+            call = getattr(harness.stub, method)(make_request(max_tokens=400))
             while not engine.pool.num_owned:
                 await asyncio.sleep(0.001)
             brake.hold()
@@ -100,13 +100,13 @@ def test_cancel_before_tokenization_never_reaches_the_engine(engine, monkeypatch
         async with grpc_harness(engine, observers=(ends.observer,)) as harness:
             monkeypatch.setattr(harness.service, "tokenize", tokenize)
             num_steps = engine.num_steps
-            call = harness.stub.Generate(ask())
+            call = harness.stub.Generate(make_request())
             await is_tokenizing.wait()
             call.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await call.read()
             monkeypatch.undo()
-            await harness.stub.Complete(ask(max_tokens=1))  # the loop has turned since
+            await harness.stub.Complete(make_request(max_tokens=1))  # the loop has turned since
             assert (await ends.next()).usage.output_tokens == 1
             assert engine.num_steps - num_steps <= 3
 
@@ -123,7 +123,7 @@ def test_broken_connection_cancels_the_request(engine, brake):
             grpc.aio.insecure_channel(relay.target) as channel,
         ):
             brake.seconds = 0.01
-            call = InferenceStub(channel).Generate(ask(max_tokens=400))
+            call = InferenceStub(channel).Generate(make_request(max_tokens=400))
             await call.read()
             await call.read()
             relay.cut()
@@ -141,7 +141,7 @@ def test_earlier_of_two_deadlines_ends_the_request(engine, brake):
         async with grpc_harness(engine, observers=(ends.observer,)) as harness:
             brake.hold()
             for timeout, timeout_s in ((0.2, None), (None, 0.2), (0.2, 50.0), (50.0, 0.2)):
-                request = ask(max_tokens=400)
+                request = make_request(max_tokens=400)
                 if timeout_s is not None:
                     request.timeout_s = timeout_s
                 error = await error_of(harness.stub.Generate(request, timeout=timeout))
@@ -161,7 +161,7 @@ def test_passed_deadline_costs_no_step(engine):
         async with grpc_harness(engine, observers=(ends.observer,)) as harness:
             num_steps = engine.num_steps
             for method in (harness.stub.Complete, harness.stub.Generate):
-                error = await error_of(method(ask(timeout_s=0.0)))
+                error = await error_of(method(make_request(timeout_s=0.0)))
                 assert error.code() is CODES.DEADLINE_EXCEEDED
                 await ends.next()
             assert engine.num_steps == num_steps
@@ -177,7 +177,7 @@ def test_call_without_a_deadline_has_the_servers(engine):
             engine, config(timeout_s=7.0), observers=(ends.observer,)
         ) as harness:
             for timeout in (None, 1000.0):
-                await harness.stub.Complete(ask(), timeout=timeout)
+                await harness.stub.Complete(make_request(), timeout=timeout)
                 stream = await ends.next()
                 assert stream.deadline - stream.submitted_at == pytest.approx(7.0, abs=0.1)
 
@@ -193,12 +193,12 @@ def test_client_that_stops_reading_is_cut_off_without_delaying_others(engine):
             grpc_harness(engine, limits, observers=(ends.observer,)) as harness,
             grpc.aio.insecure_channel(harness.target, options=NARROW) as channel,
         ):
-            call = InferenceStub(channel).Generate(ask(max_tokens=400, params=BULKY))
+            call = InferenceStub(channel).Generate(make_request(max_tokens=400, params=BULKY))
             assert (await call.read()).HasField("started")
             stream = await ends.next()
             assert stream.error is not None and stream.error.kind is ErrorKind.SLOW_READER
             await is_free(harness, engine)
-            whole = await harness.stub.Complete(ask(max_tokens=20))
+            whole = await harness.stub.Complete(make_request(max_tokens=20))
             assert whole.finished.usage.output_tokens == 20
             # Once it reads again, it learns why.
             with pytest.raises(grpc.aio.AioRpcError, match="max_unread_tokens") as caught:
@@ -215,7 +215,7 @@ def test_slow_reader_gets_joined_deltas_and_misses_nothing(engine):
             grpc_harness(engine) as harness,
             grpc.aio.insecure_channel(harness.target, options=NARROW) as channel,
         ):
-            request = ask(max_tokens=200, params={"logprobs": 20})
+            request = make_request(max_tokens=200, params={"logprobs": 20})
             [whole] = (await harness.stub.Complete(request)).samples
             call = InferenceStub(channel).Generate(request)
             await call.read()
@@ -240,7 +240,7 @@ def test_client_that_reads_nothing_for_too_long_is_cancelled(engine, brake):
             grpc.aio.insecure_channel(harness.target, options=NARROW) as channel,
         ):
             brake.seconds = 0.005  # it is under way for two seconds
-            call = InferenceStub(channel).Generate(ask(max_tokens=400, params=BULKY))
+            call = InferenceStub(channel).Generate(make_request(max_tokens=400, params=BULKY))
             await call.read()
             stream = await ends.next()
             assert stream.error is not None and stream.error.kind is ErrorKind.CANCELLED
@@ -262,7 +262,7 @@ def test_malformed_message_is_refused_and_the_server_goes_on(engine):
                     error = await error_of(raw(harness, method, data))
                     assert error.code() is CODES.INTERNAL
                     assert "are not a jaxinfer.v1." in error.details()
-            await harness.stub.Complete(ask())
+            await harness.stub.Complete(make_request())
 
     run(main())
 
@@ -333,7 +333,7 @@ def test_random_bytes_never_break_the_server(engine, caplog):
                 asyncio.run_coroutine_threadsafe(send(method, data), loop).result(30)
 
             await asyncio.to_thread(check)
-            assert (await harness.stub.Complete(ask())).finished.usage.output_tokens == 8
+            assert (await harness.stub.Complete(make_request())).finished.usage.output_tokens == 8
 
     run(main())
     assert "defect" not in caplog.text

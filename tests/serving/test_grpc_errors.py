@@ -11,7 +11,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from jaxinfer import Engine
 from jaxinfer.serving.protos.jaxinfer.v1 import inference_pb2 as pb
-from tests.support.grpc_harness import EOF, ask, config, error_of, grpc_harness, run
+from tests.support.grpc_harness import EOF, config, error_of, grpc_harness, make_request, run
 from tests.support.tiny_server import Brake, tiny_engine
 
 CODES = grpc.StatusCode
@@ -32,19 +32,27 @@ def brake(engine):
 
 
 REFUSED = [
-    ("temperature", ask(params={"temperature": -1.0}), "1e-06"),
-    ("n", ask(params={"n": 1000}), "128"),
-    ("seed", ask(params={"seed": 2**40}), "4294967295"),
-    ("stop_token_ids", ask(params={"stop_token_ids": pb.TokenIds(ids=[2**33])}), "token ids"),
-    ("allowed_token_ids", ask(params={"allowed_token_ids": pb.TokenIds()}), "non-empty"),
-    ("priority", ask(priority=3), "scheduler.policy"),
-    ("timeout_s", ask(timeout_s=-1.0), "-1"),
-    ("timeout_s", ask(timeout_s=float("nan")), "nan"),
+    ("temperature", make_request(params={"temperature": -1.0}), "1e-06"),
+    ("n", make_request(params={"n": 1000}), "128"),
+    ("seed", make_request(params={"seed": 2**40}), "4294967295"),
+    (
+        "stop_token_ids",
+        make_request(params={"stop_token_ids": pb.TokenIds(ids=[2**33])}),
+        "token ids",
+    ),
+    ("allowed_token_ids", make_request(params={"allowed_token_ids": pb.TokenIds()}), "non-empty"),
+    ("priority", make_request(priority=3), "scheduler.policy"),
+    ("timeout_s", make_request(timeout_s=-1.0), "-1"),
+    ("timeout_s", make_request(timeout_s=float("nan")), "nan"),
     ("prompt", pb.GenerateRequest(), "set one of text, token_ids, chat"),
-    ("prompt", ask(token_ids=pb.TokenIds(ids=[2**40])), "vocabulary"),
-    ("prompt", ask(token_ids=pb.TokenIds()), "empty"),
-    ("prompt", ask("x" * 600), "512"),
-    ("messages", ask(chat=pb.Chat(messages=[pb.ChatMessage(role="", content="a")])), "role"),
+    ("prompt", make_request(token_ids=pb.TokenIds(ids=[2**40])), "vocabulary"),
+    ("prompt", make_request(token_ids=pb.TokenIds()), "empty"),
+    ("prompt", make_request("x" * 600), "512"),
+    (
+        "messages",
+        make_request(chat=pb.Chat(messages=[pb.ChatMessage(role="", content="a")])),
+        "role",
+    ),
 ]
 
 
@@ -93,10 +101,10 @@ def test_another_models_name_is_not_found(engine):
     async def main():
         async with grpc_harness(engine) as harness:
             stub = harness.stub
-            await stub.Complete(ask(model="tiny"))
+            await stub.Complete(make_request(model="tiny"))
             for call in (
-                stub.Complete(ask(model="huge")),
-                stub.Generate(ask(model="huge")),
+                stub.Complete(make_request(model="huge")),
+                stub.Generate(make_request(model="huge")),
                 stub.Tokenize(pb.TokenizeRequest(text="a", model="huge")),
                 stub.Detokenize(pb.DetokenizeRequest(model="huge")),
             ):
@@ -110,7 +118,7 @@ def test_error_fits_into_the_headers_for_any_input_length(engine):
     async def main():
         async with grpc_harness(engine) as harness:
             for name in ("x" * 100_000, "字" * 100_000, "\x00🙂" * 10_000):
-                error = await error_of(harness.stub.Complete(ask(model=name)))
+                error = await error_of(harness.stub.Complete(make_request(model=name)))
                 assert error.code() is CODES.NOT_FOUND and error.details().endswith("...")
 
     run(main())
@@ -120,14 +128,14 @@ def test_request_id_in_use_already_exists(engine, brake):
     async def main():
         async with grpc_harness(engine) as harness:
             brake.hold()
-            call = harness.stub.Generate(ask(request_id="one"))
+            call = harness.stub.Generate(make_request(request_id="one"))
             assert (await call.read()).started.request_id == "one"
-            error = await error_of(harness.stub.Complete(ask(request_id="one")))
+            error = await error_of(harness.stub.Complete(make_request(request_id="one")))
             assert error.code() is CODES.ALREADY_EXISTS
             brake.release()
             while await call.read() is not EOF:
                 pass
-            await harness.stub.Complete(ask(request_id="one"))
+            await harness.stub.Complete(make_request(request_id="one"))
 
     run(main())
 
@@ -136,13 +144,13 @@ def test_full_queue_refuses_before_the_prompt_is_tokenized(engine, brake, monkey
     async def main():
         async with grpc_harness(engine, config(max_waiting=2)) as harness:
             brake.hold()
-            calls = [harness.stub.Generate(ask()) for _ in range(4 + 2)]
+            calls = [harness.stub.Generate(make_request()) for _ in range(4 + 2)]
             for call in calls:
                 assert (await call.read()).HasField("started")
             with monkeypatch.context() as patch:
                 patch.setattr(harness.service, "tokenize", None)
                 for method in (harness.stub.Complete, harness.stub.Generate):
-                    error = await error_of(method(ask()))
+                    error = await error_of(method(make_request()))
                     assert error.code() is CODES.RESOURCE_EXHAUSTED
                     said = dict(error.trailing_metadata())
                     assert int(said["retry-after"]) >= 1
@@ -156,7 +164,7 @@ def test_full_queue_refuses_before_the_prompt_is_tokenized(engine, brake, monkey
                 while await call.read() is not EOF:
                     pass
                 assert await call.code() is CODES.OK
-            await harness.stub.Complete(ask())
+            await harness.stub.Complete(make_request())
 
     run(main())
 
@@ -164,7 +172,7 @@ def test_full_queue_refuses_before_the_prompt_is_tokenized(engine, brake, monkey
 def test_many_clients_at_once_are_served_or_refused_and_none_is_lost(engine):
     async def main():
         async with grpc_harness(engine, config(max_waiting=8)) as harness:
-            calls = (harness.stub.Complete(ask(max_tokens=4)) for _ in range(200))
+            calls = (harness.stub.Complete(make_request(max_tokens=4)) for _ in range(200))
             answers = await asyncio.gather(*calls, return_exceptions=True)
             served = [a for a in answers if isinstance(a, pb.CompleteResponse)]
             refused = [a for a in answers if isinstance(a, grpc.aio.AioRpcError)]
@@ -179,11 +187,11 @@ def test_draining_server_is_unavailable_and_finishes_its_requests(engine, brake)
     async def main():
         async with grpc_harness(engine) as harness:
             brake.hold()
-            call = harness.stub.Generate(ask(max_tokens=8))
+            call = harness.stub.Generate(make_request(max_tokens=8))
             await call.read()
             draining = asyncio.create_task(harness.service.loop.drain(30))
             await asyncio.sleep(0)
-            error = await error_of(harness.stub.Complete(ask()))
+            error = await error_of(harness.stub.Complete(make_request()))
             assert error.code() is CODES.UNAVAILABLE
             assert dict(error.trailing_metadata())["retry-after"] == "5"
             brake.release()
@@ -202,7 +210,7 @@ def test_defect_is_internal_and_its_text_stays_in_the_log(engine, monkeypatch, c
         async with grpc_harness(engine) as harness:
             monkeypatch.setattr(harness.service, "params", fail)
             for method in (harness.stub.Complete, harness.stub.Generate):
-                error = await error_of(method(ask()))
+                error = await error_of(method(make_request()))
                 assert error.code() is CODES.INTERNAL and "secret" not in error.details()
 
     with caplog.at_level(logging.ERROR):
@@ -219,9 +227,9 @@ def test_failed_engine_fails_its_requests_and_refuses_new_ones(monkeypatch):
     async def main():
         async with grpc_harness(engine) as harness:
             monkeypatch.setattr(engine, "step", fail)
-            error = await error_of(harness.stub.Generate(ask()))
+            error = await error_of(harness.stub.Generate(make_request()))
             assert error.code() is CODES.INTERNAL and "has stopped" in error.details()
-            error = await error_of(harness.stub.Complete(ask()))
+            error = await error_of(harness.stub.Complete(make_request()))
             assert error.code() is CODES.INTERNAL and "has stopped" in error.details()
 
     run(main())

@@ -20,7 +20,7 @@ from jaxinfer.serving.grpc_server import SERVICE, build_grpc_server
 from jaxinfer.serving.health import Health, State
 from jaxinfer.serving.metrics import Metrics
 from jaxinfer.serving.protos.jaxinfer.v1.inference_pb2_grpc import InferenceStub
-from tests.support.grpc_harness import EOF, Relay, ask, grpc_harness, run, serving_health
+from tests.support.grpc_harness import EOF, Relay, grpc_harness, make_request, run, serving_health
 from tests.support.tiny_server import Brake, tiny_engine, tiny_service
 
 STATUS = health_pb2.HealthCheckResponse
@@ -110,7 +110,7 @@ def test_stream_may_end_within_the_grace_period(engine, brake):
     async def main():
         async with grpc_harness(engine) as harness:
             brake.hold()
-            call = harness.stub.Generate(ask(max_tokens=8))
+            call = harness.stub.Generate(make_request(max_tokens=8))
             await call.read()
             stopping = asyncio.create_task(harness.server.stop(1000.0))
             await asyncio.sleep(0.01)
@@ -128,7 +128,10 @@ def test_stream_beyond_the_grace_period_is_cancelled_and_frees_pages(engine, bra
     async def main():
         async with grpc_harness(engine) as harness:
             brake.hold()
-            calls = [harness.stub.Generate(ask(max_tokens=400)), harness.stub.Complete(ask())]
+            calls = [
+                harness.stub.Generate(make_request(max_tokens=400)),
+                harness.stub.Complete(make_request()),
+            ]
             await calls[0].read()
             while harness.service.loop.num_streams < 2:
                 await asyncio.sleep(0.001)
@@ -149,7 +152,7 @@ def test_pings_detect_a_vanished_client(engine, brake):
             grpc.aio.insecure_channel(relay.target) as channel,
         ):
             brake.seconds = 0.1  # it would take 40 seconds
-            call = InferenceStub(channel).Generate(ask(max_tokens=400))
+            call = InferenceStub(channel).Generate(make_request(max_tokens=400))
             await call.read()
             relay.freeze()
             async with asyncio.timeout(20):
@@ -186,7 +189,7 @@ def test_server_listens_on_the_configured_address(engine):
             port = await server.start()
             try:
                 async with grpc.aio.insecure_channel(f"[::1]:{port}") as channel:
-                    await InferenceStub(channel).Complete(ask())
+                    await InferenceStub(channel).Complete(make_request())
             finally:
                 await server.stop(0.0)
 

@@ -26,7 +26,7 @@ def texts_of(body) -> list[str]:
 def test_prompt_may_be_text_or_token_ids_one_or_several(engine):
     async def main():
         async with http_harness(engine) as harness:
-            ids = (await harness.ask("/tokenize", prompt=PROMPT)).json()["tokens"]
+            ids = (await harness.post("/tokenize", prompt=PROMPT)).json()["tokens"]
             (whole,) = texts_of(await harness.complete(PROMPT))
             assert texts_of(await harness.complete(ids)) == [whole]
             (other,) = texts_of(await harness.complete("another"))
@@ -39,14 +39,16 @@ def test_prompt_may_be_text_or_token_ids_one_or_several(engine):
 def test_choices_are_numbered_prompt_by_prompt(engine):
     async def main():
         async with http_harness(engine) as harness:
-            ask: Any = {"temperature": 1, "seed": 3, "n": 2, "max_tokens": 6}
-            alone = [texts_of(await harness.complete(prompt, **ask)) for prompt in ("a", "b", "c")]
-            both = await harness.complete(["a", "b", "c"], **ask)
+            fields: Any = {"temperature": 1, "seed": 3, "n": 2, "max_tokens": 6}
+            alone = [
+                texts_of(await harness.complete(prompt, **fields)) for prompt in ("a", "b", "c")
+            ]
+            both = await harness.complete(["a", "b", "c"], **fields)
             assert [choice["index"] for choice in both["choices"]] == list(range(6))
             assert texts_of(both) == [text for texts in alone for text in texts]
             assert both["usage"]["prompt_tokens"] == 3
             assert both["usage"]["completion_tokens"] == 36
-            events = await harness.stream(prompt=["a", "b", "c"], **ask)
+            events = await harness.stream(prompt=["a", "b", "c"], **fields)
             assert joined(events) == dict(enumerate(texts_of(both)))
 
     run(main())
@@ -56,11 +58,11 @@ def test_max_tokens_defaults_to_16_and_for_chat_to_the_context(engine):
     async def main():
         async with http_harness(engine) as harness:
             assert (await harness.complete(PROMPT))["usage"]["completion_tokens"] == 16
-            ask = {"messages": [{"role": "user", "content": "x"}], **GREEDY}
-            chat = (await harness.ask("/v1/chat/completions", **ask)).json()
+            fields = {"messages": [{"role": "user", "content": "x"}], **GREEDY}
+            chat = (await harness.post("/v1/chat/completions", **fields)).json()
             assert chat["usage"]["total_tokens"] == harness.service.model.max_len
             for name in ("max_tokens", "max_completion_tokens"):
-                chat = (await harness.ask("/v1/chat/completions", **ask, **{name: 5})).json()
+                chat = (await harness.post("/v1/chat/completions", **fields, **{name: 5})).json()
                 assert chat["usage"]["completion_tokens"] == 5
 
     run(main())
@@ -71,9 +73,9 @@ def test_checkpoint_defaults_apply_to_fields_not_set(engine):
         greedy = GenerationDefaults(do_sample=False)
         async with http_harness(engine, generation=greedy) as harness:
             (whole,) = texts_of(await harness.complete(PROMPT))
-            silent = await harness.ask(prompt=PROMPT, ignore_eos=True)
+            silent = await harness.post(prompt=PROMPT, ignore_eos=True)
             assert texts_of(silent.json()) == [whole]
-            told = await harness.ask(prompt=PROMPT, ignore_eos=True, temperature=5, seed=1)
+            told = await harness.post(prompt=PROMPT, ignore_eos=True, temperature=5, seed=1)
             assert texts_of(told.json()) != [whole]
 
     run(main())
@@ -85,7 +87,7 @@ def test_echo_puts_the_prompt_before_the_text(engine):
             (text,) = texts_of(await harness.complete(PROMPT))
             for prompt in (
                 PROMPT,
-                (await harness.ask("/tokenize", prompt=PROMPT)).json()["tokens"],
+                (await harness.post("/tokenize", prompt=PROMPT)).json()["tokens"],
             ):
                 assert texts_of(await harness.complete(prompt, echo=True)) == [PROMPT + text]
             events = await harness.stream(prompt=PROMPT, echo=True)
@@ -97,9 +99,9 @@ def test_echo_puts_the_prompt_before_the_text(engine):
 def test_echo_with_logprobs_scores_the_prompt(engine):
     async def main():
         async with http_harness(engine) as harness:
-            ids = (await harness.ask("/tokenize", prompt=PROMPT)).json()["tokens"]
-            ask = {"echo": True, "logprobs": 2, "max_tokens": 0}
-            (choice,) = (await harness.complete(PROMPT, **ask))["choices"]
+            ids = (await harness.post("/tokenize", prompt=PROMPT)).json()["tokens"]
+            fields = {"echo": True, "logprobs": 2, "max_tokens": 0}
+            (choice,) = (await harness.complete(PROMPT, **fields))["choices"]
             logprobs = choice["logprobs"]
             assert choice["text"] == PROMPT == "".join(logprobs["tokens"])
             assert len(logprobs["tokens"]) == len(ids)
@@ -119,9 +121,9 @@ def test_echo_with_logprobs_scores_the_prompt(engine):
 def test_logprobs_are_the_same_streamed_and_whole(engine):
     async def main():
         async with http_harness(engine) as harness:
-            ask = {"logprobs": 3, "echo": True, "prompt_logprobs": 1, "max_tokens": 12}
-            (whole,) = (await harness.complete(PROMPT, **ask))["choices"]
-            choices = [e["choices"][0] for e in await harness.stream(prompt=PROMPT, **ask)]
+            fields = {"logprobs": 3, "echo": True, "prompt_logprobs": 1, "max_tokens": 12}
+            (whole,) = (await harness.complete(PROMPT, **fields))["choices"]
+            choices = [e["choices"][0] for e in await harness.stream(prompt=PROMPT, **fields)]
             for name, values in whole["logprobs"].items():
                 assert [value for c in choices for value in c["logprobs"][name]] == values
             assert all(len(top) in (3, 4) for top in whole["logprobs"]["top_logprobs"][1:])
@@ -138,14 +140,14 @@ def test_logprobs_are_the_same_streamed_and_whole(engine):
 def test_streamed_text_joins_to_the_whole_for_any_bytes(engine, seed):
     async def main():
         async with http_harness(engine) as harness:
-            ids = (await harness.ask("/tokenize", prompt="é𝄞")).json()["tokens"]
+            ids = (await harness.post("/tokenize", prompt="é𝄞")).json()["tokens"]
             assert len(ids) == 6  # a byte each: most of what comes of them is no text, but some is
-            ask = {"temperature": 1, "seed": seed, "max_tokens": 100, "n": 2}
-            ask["logit_bias"] = {str(token): 8.0 for token in ids}
-            whole = texts_of(await harness.complete(PROMPT, **ask))
+            fields = {"temperature": 1, "seed": seed, "max_tokens": 100, "n": 2}
+            fields["logit_bias"] = {str(token): 8.0 for token in ids}
+            whole = texts_of(await harness.complete(PROMPT, **fields))
             assert "\ufffd" in "".join(whole)
             assert any(ord(char) > 127 and char != "\ufffd" for char in "".join(whole))
-            assert joined(await harness.stream(prompt=PROMPT, **ask)) == dict(enumerate(whole))
+            assert joined(await harness.stream(prompt=PROMPT, **fields)) == dict(enumerate(whole))
 
     run(main())
 
@@ -157,12 +159,12 @@ def test_stop_strings_cut_streamed_and_whole_text_alike(engine, is_kept):
             (text,) = texts_of(await harness.complete(PROMPT, max_tokens=60))
             for start, length in ((5, 1), (11, 3), (20, 9)):
                 stop = text[start : start + length]
-                ask = {"stop": ["never said", stop], "max_tokens": 60}
-                ask["include_stop_str_in_output"] = is_kept
-                (choice,) = (await harness.complete(PROMPT, **ask))["choices"]
+                fields = {"stop": ["never said", stop], "max_tokens": 60}
+                fields["include_stop_str_in_output"] = is_kept
+                (choice,) = (await harness.complete(PROMPT, **fields))["choices"]
                 end = text.index(stop) + (len(stop) if is_kept else 0)
                 assert (choice["text"], choice["finish_reason"]) == (text[:end], "stop")
-                events = await harness.stream(prompt=PROMPT, **ask)
+                events = await harness.stream(prompt=PROMPT, **fields)
                 assert joined(events) == {0: text[:end]}
                 assert events[-1]["choices"][0]["finish_reason"] == "stop"
 
@@ -182,7 +184,7 @@ def test_engine_fields_are_honoured(engine):
             assert (await one(**hot, min_p=1.0))["text"] == text
             assert (await one(**hot, top_p=1e-6))["text"] == text
             assert (await one(**hot))["text"] != text
-            (letter,) = (await harness.ask("/tokenize", prompt="Q")).json()["tokens"]
+            (letter,) = (await harness.post("/tokenize", prompt="Q")).json()["tokens"]
             assert (await one(allowed_token_ids=[letter]))["text"] == "Q" * 16
             assert (await one(logit_bias={str(letter): 100}))["text"] == "Q" * 16
             q = {"logit_bias": {str(letter): 50}}
@@ -218,7 +220,7 @@ def test_chat_content_may_have_parts_and_developer_is_system(engine):
         async with http_harness(engine) as harness:
 
             async def tokens(*messages):
-                reply = await harness.ask("/tokenize", messages=list(messages))
+                reply = await harness.post("/tokenize", messages=list(messages))
                 return reply.raise_for_status().json()["tokens"]
 
             plain = await tokens({"role": "system", "content": "one two"})
@@ -233,9 +235,9 @@ def test_tokenize_and_detokenize_round_trip(engine):
     async def main():
         async with http_harness(engine) as harness:
             text = "naïve 𝄞 the\n"
-            body = (await harness.ask("/tokenize", prompt=text)).json()
+            body = (await harness.post("/tokenize", prompt=text)).json()
             assert body["count"] == len(body["tokens"]) > 5
-            reply = await harness.ask("/detokenize", tokens=body["tokens"])
+            reply = await harness.post("/detokenize", tokens=body["tokens"])
             assert reply.json() == {"prompt": text}
 
     run(main())
@@ -247,8 +249,8 @@ def test_request_id_is_used_everywhere(engine):
             body = await harness.complete(PROMPT, request_id="mine")
             assert body["id"] == "cmpl-mine"
             headers = {"X-Request-Id": "from-a-proxy"}
-            ask = {**GREEDY, "prompt": PROMPT}
-            reply = await harness.client.post("/v1/completions", json=ask, headers=headers)
+            fields = {**GREEDY, "prompt": PROMPT}
+            reply = await harness.client.post("/v1/completions", json=fields, headers=headers)
             assert reply.headers["x-request-id"] == "from-a-proxy"
             assert reply.json()["id"].startswith("cmpl-from-a-proxy.")
 

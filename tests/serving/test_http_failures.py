@@ -28,7 +28,7 @@ def test_request_id_in_use_is_a_conflict_and_counted(engine):
                 first = asyncio.create_task(harness.complete("x", request_id="mine"))
                 while not harness.service.loop.num_streams:
                     await asyncio.sleep(0.005)
-                reply = await harness.ask(prompt="x", request_id="mine")
+                reply = await harness.post(prompt="x", request_id="mine")
                 assert error_of(reply, 409)["param"] == "request_id"
                 assert reply.headers["x-should-retry"] == "false"
                 brake.release()
@@ -48,8 +48,8 @@ def test_error_in_mid_stream_is_the_last_event(engine):
         Brake(engine, 0.01)
         try:
             async with http_harness(engine) as harness:
-                ask = {**GREEDY, "prompt": "x", "max_tokens": 400, "stream": True}
-                async with harness.client.stream("POST", "/v1/completions", json=ask) as reply:
+                fields = {**GREEDY, "prompt": "x", "max_tokens": 400, "stream": True}
+                async with harness.client.stream("POST", "/v1/completions", json=fields) as reply:
                     lines = reply.aiter_text()
                     text = await anext(lines)
                     (stream,) = harness.service.loop._streams.values()
@@ -71,12 +71,12 @@ def test_defect_is_logged_and_hidden_from_the_client(engine, caplog, monkeypatch
         async with http_harness(engine) as harness:
             with monkeypatch.context() as patch:
                 patch.setattr(harness.service, "params", broken)
-                error = error_of(await harness.ask(prompt="x"), 500)
+                error = error_of(await harness.post(prompt="x"), 500)
             assert "secret" not in str(error) and "secret internals" in caplog.text
             caplog.clear()
             with monkeypatch.context() as patch:
                 patch.setattr(CompletionSerializer, "last_events", broken)
-                reply = await harness.ask(prompt="x", stream=True)
+                reply = await harness.post(prompt="x", stream=True)
             *_, last = events_of(reply.text)
             assert json.loads(last)["error"]["type"] == "server_error"
             assert "secret" not in reply.text and "secret internals" in caplog.text

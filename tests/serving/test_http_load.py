@@ -127,12 +127,12 @@ def test_several_prompts_are_accepted_together_or_not_at_all(engine, brake):
             held = [asyncio.create_task(harness.complete(max_tokens=1)) for _ in range(MAX_ROWS)]
             while harness.service.loop.num_streams < MAX_ROWS:
                 await asyncio.sleep(0.005)
-            reply = await harness.ask(prompt=["a", "b", "c"], max_tokens=1)
+            reply = await harness.post(prompt=["a", "b", "c"], max_tokens=1)
             assert reply.status_code == 429
             assert harness.service.loop.num_streams == MAX_ROWS
             brake.release()
             await asyncio.gather(*held)
-            reply = await harness.ask(prompt=["a", "b", "c"], max_tokens=1)
+            reply = await harness.post(prompt=["a", "b", "c"], max_tokens=1)
             assert reply.status_code == 200
 
     run(main())

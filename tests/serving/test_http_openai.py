@@ -40,14 +40,14 @@ def client_of(harness: HttpHarness, key: str = "none", **options: Any) -> openai
 def test_completions_are_the_same_whole_and_streamed(engine):
     async def main():
         async with http_harness(engine) as harness, client_of(harness) as client:
-            ask: Any = {"model": "tiny", "prompt": "the", "max_tokens": 40, "temperature": 0}
-            whole = await client.completions.create(**ask, extra_body=EXTRA)
+            fields: Any = {"model": "tiny", "prompt": "the", "max_tokens": 40, "temperature": 0}
+            whole = await client.completions.create(**fields, extra_body=EXTRA)
             assert whole.choices[0].finish_reason == "length"
             assert whole.usage is not None and whole.usage.completion_tokens == 40
             assert whole.usage.prompt_tokens == 1 and whole.usage.total_tokens == 41
             usage: Any = {"include_usage": True}
             stream = await client.completions.create(
-                **ask, extra_body=EXTRA, stream=True, stream_options=usage
+                **fields, extra_body=EXTRA, stream=True, stream_options=usage
             )
             chunks = [chunk async for chunk in stream]
             assert chunks[-1].usage == whole.usage and chunks[-1].choices == []
@@ -63,11 +63,16 @@ def test_completions_are_the_same_whole_and_streamed(engine):
 def test_chat_is_the_same_whole_and_streamed(engine):
     async def main():
         async with http_harness(engine) as harness, client_of(harness) as client:
-            ask: Any = {"model": "tiny", "messages": MESSAGES, "max_tokens": 30, "temperature": 0}
-            whole = await client.chat.completions.create(**ask, extra_body=EXTRA)
+            fields: Any = {
+                "model": "tiny",
+                "messages": MESSAGES,
+                "max_tokens": 30,
+                "temperature": 0,
+            }
+            whole = await client.chat.completions.create(**fields, extra_body=EXTRA)
             message = whole.choices[0].message
             assert message.role == "assistant" and message.content
-            stream = await client.chat.completions.create(**ask, extra_body=EXTRA, stream=True)
+            stream = await client.chat.completions.create(**fields, extra_body=EXTRA, stream=True)
             chunks = [chunk async for chunk in stream]
             assert chunks[0].choices[0].delta.role == "assistant"
             assert [c.choices[0].delta.role for c in chunks[1:]] == [None] * (len(chunks) - 1)
@@ -82,14 +87,14 @@ def test_chat_is_the_same_whole_and_streamed(engine):
 def test_samples_have_indices_and_a_seed_repeats_them(engine):
     async def main():
         async with http_harness(engine) as harness, client_of(harness) as client:
-            ask: Any = {"model": "tiny", "messages": MESSAGES, "max_completion_tokens": 12}
-            ask |= {"n": 3, "seed": 7, "extra_body": EXTRA}
-            whole = await client.chat.completions.create(**ask)
+            fields: Any = {"model": "tiny", "messages": MESSAGES, "max_completion_tokens": 12}
+            fields |= {"n": 3, "seed": 7, "extra_body": EXTRA}
+            whole = await client.chat.completions.create(**fields)
             texts = [choice.message.content for choice in whole.choices]
             assert [choice.index for choice in whole.choices] == [0, 1, 2]
             assert len(set(texts)) == 3
             streamed = ["", "", ""]
-            async for chunk in await client.chat.completions.create(**ask, stream=True):
+            async for chunk in await client.chat.completions.create(**fields, stream=True):
                 choice = chunk.choices[0]
                 streamed[choice.index] += choice.delta.content or ""
             assert streamed == texts
@@ -100,9 +105,9 @@ def test_samples_have_indices_and_a_seed_repeats_them(engine):
 def test_chat_logprobs_have_an_entry_a_token(engine):
     async def main():
         async with http_harness(engine) as harness, client_of(harness) as client:
-            ask: Any = {"model": "tiny", "messages": MESSAGES, "max_tokens": 9, "temperature": 0}
-            ask |= {"logprobs": True, "top_logprobs": 3, "extra_body": EXTRA}
-            whole = (await client.chat.completions.create(**ask)).choices[0]
+            fields: Any = {"model": "tiny", "messages": MESSAGES, "max_tokens": 9, "temperature": 0}
+            fields |= {"logprobs": True, "top_logprobs": 3, "extra_body": EXTRA}
+            whole = (await client.chat.completions.create(**fields)).choices[0]
             assert whole.logprobs is not None and whole.logprobs.content is not None
             entries = whole.logprobs.content
             assert len(entries) == 9
@@ -113,7 +118,7 @@ def test_chat_logprobs_have_an_entry_a_token(engine):
             data = bytes(byte for entry in entries for byte in entry.bytes or ())
             assert data.decode("utf-8", "replace") == whole.message.content
             streamed = []
-            async for chunk in await client.chat.completions.create(**ask, stream=True):
+            async for chunk in await client.chat.completions.create(**fields, stream=True):
                 logprobs = chunk.choices[0].logprobs
                 streamed += (logprobs.content or []) if logprobs else []
             assert streamed == entries
@@ -125,14 +130,14 @@ def test_synchronous_openai_client_works(engine):
     async def main():
         async with http_harness(engine) as harness:
 
-            def ask() -> tuple[str, list[str]]:
+            def call() -> tuple[str, list[str]]:
                 with openai.OpenAI(base_url=f"{harness.url}/v1", api_key="none") as client:
                     done = client.completions.create(
                         model="tiny", prompt="the", max_tokens=5, temperature=0, extra_body=EXTRA
                     )
                     return done.choices[0].text, [model.id for model in client.models.list()]
 
-            text, models = await asyncio.to_thread(ask)
+            text, models = await asyncio.to_thread(call)
             assert text and models == ["tiny"]
 
     run(main())
@@ -158,12 +163,12 @@ def test_errors_raise_the_openai_clients_classes(engine, brake):
                 with pytest.raises(openai.NotFoundError):
                     await client.models.retrieve("gpt")
                 brake.hold()
-                ask: Any = {"model": "tiny", "prompt": "a", "max_tokens": 2}
-                four = [asyncio.create_task(client.completions.create(**ask)) for _ in range(4)]
+                fields: Any = {"model": "tiny", "prompt": "a", "max_tokens": 2}
+                four = [asyncio.create_task(client.completions.create(**fields)) for _ in range(4)]
                 while harness.service.loop.num_streams < 4:
                     await asyncio.sleep(0.005)
                 with pytest.raises(openai.RateLimitError) as full:
-                    await client.completions.create(**ask)
+                    await client.completions.create(**fields)
                 assert full.value.response.headers["retry-after"] == "1"
                 brake.release()
                 await asyncio.gather(*four)
@@ -179,8 +184,8 @@ def test_openai_client_retries_after_the_servers_delay(engine, brake):
             client_of(harness, max_retries=3) as client,
         ):
             brake.hold()
-            ask: Any = {"model": "tiny", "prompt": "a", "max_tokens": 2}
-            tasks = [asyncio.create_task(client.completions.create(**ask)) for _ in range(5)]
+            fields: Any = {"model": "tiny", "prompt": "a", "max_tokens": 2}
+            tasks = [asyncio.create_task(client.completions.create(**fields)) for _ in range(5)]
             while harness.metrics.render()[0].count(b'kind="overloaded"') == 0:
                 await asyncio.sleep(0.005)
             brake.release()
@@ -226,11 +231,11 @@ def test_disconnect_in_mid_stream_frees_pages(engine, brake, path):
     async def main():
         brake.seconds = 0.02
         async with http_harness(engine) as harness, client_of(harness) as client:
-            ask: Any = {"model": "tiny", "max_tokens": 400, "extra_body": EXTRA, "stream": True}
+            fields: Any = {"model": "tiny", "max_tokens": 400, "extra_body": EXTRA, "stream": True}
             if path == "chat":
-                stream = await client.chat.completions.create(messages=MESSAGES, **ask)
+                stream = await client.chat.completions.create(messages=MESSAGES, **fields)
             else:
-                stream = await client.completions.create(prompt="a", **ask)
+                stream = await client.completions.create(prompt="a", **fields)
             await anext(aiter(stream))
             assert engine.pool.num_owned
             computed = engine.num_computed
@@ -245,8 +250,8 @@ def test_disconnect_before_the_response_frees_pages(engine, brake):
     async def main():
         brake.seconds = 0.02
         async with http_harness(engine) as harness:
-            ask = {**GREEDY, "prompt": ["a", "b"], "max_tokens": 400, "n": 2}
-            task = asyncio.create_task(harness.ask(**ask))
+            fields = {**GREEDY, "prompt": ["a", "b"], "max_tokens": 400, "n": 2}
+            task = asyncio.create_task(harness.post(**fields))
             while engine.num_requests < 4:
                 await asyncio.sleep(0.005)
             task.cancel()

@@ -44,11 +44,11 @@ def test_unsupported_openai_field_is_refused_by_name(engine):
         async with http_harness(engine) as harness:
             for name in UNSUPPORTED_CHAT:
                 fields = {name: UNSUPPORTED.get(name, "something")}
-                error = error_of(await harness.ask(CHAT, messages=MESSAGES, **fields))
+                error = error_of(await harness.post(CHAT, messages=MESSAGES, **fields))
                 assert error["param"] == name and "not supported" in error["message"]
-            error = error_of(await harness.ask(prompt="x", suffix="y"))
+            error = error_of(await harness.post(prompt="x", suffix="y"))
             assert error["param"] == "suffix"
-            error = error_of(await harness.ask(prompt="x", n=2, best_of=3))
+            error = error_of(await harness.post(prompt="x", n=2, best_of=3))
             assert error["param"] == "best_of"
             assert harness.service.loop.stats.num_generated == engine.stats.num_generated
 
@@ -59,10 +59,10 @@ def test_unsupported_field_that_requests_nothing_is_accepted(engine):
     async def main():
         async with http_harness(engine) as harness:
             nothing = {name: value for name, values in UNSUPPORTED_CHAT.items() for value in values}
-            ask = {"messages": MESSAGES, "max_tokens": 1, **nothing}
-            assert (await harness.ask(CHAT, **ask)).status_code == 200
+            fields = {"messages": MESSAGES, "max_tokens": 1, **nothing}
+            assert (await harness.post(CHAT, **fields)).status_code == 200
             null = dict.fromkeys(("stop", "n", "seed", "stream", "logit_bias", "user", "model"))
-            reply = await harness.ask(prompt="x", suffix=None, best_of=1, max_tokens=1, **null)
+            reply = await harness.post(prompt="x", suffix=None, best_of=1, max_tokens=1, **null)
             assert reply.status_code == 200, reply.text
 
     run(main())
@@ -111,7 +111,7 @@ def test_bad_field_is_refused_by_name_at_both_endpoints(engine):
                     ("/v1/completions", {"prompt": "x"}),
                     (CHAT, {"messages": MESSAGES, "max_tokens": 16}),
                 ):
-                    error = error_of(await harness.ask(path, **prompt, **fields))
+                    error = error_of(await harness.post(path, **prompt, **fields))
                     expected = param or "stream_options.include_obfuscation"
                     assert error["param"] == expected, (path, fields, error)
                     assert error["type"] == "invalid_request_error"
@@ -141,7 +141,7 @@ def test_bad_field_is_refused_by_name_at_both_endpoints(engine):
 def test_bad_prompt_is_refused(engine, fields, param):
     async def main():
         async with http_harness(engine) as harness:
-            assert error_of(await harness.ask(**fields))["param"] == param
+            assert error_of(await harness.post(**fields))["param"] == param
 
     run(main())
 
@@ -178,7 +178,7 @@ def test_bad_prompt_is_refused(engine, fields, param):
 def test_bad_conversation_is_refused(engine, fields, param):
     async def main():
         async with http_harness(engine) as harness:
-            error = error_of(await harness.ask(CHAT, **fields))
+            error = error_of(await harness.post(CHAT, **fields))
             assert error["param"] == param
             if "image_url" in str(fields):
                 assert "image_url" in error["message"]
@@ -201,7 +201,7 @@ def test_bad_conversation_is_refused(engine, fields, param):
 def test_bad_token_requests_are_refused(engine, path, fields, param):
     async def main():
         async with http_harness(engine) as harness:
-            assert error_of(await harness.ask(path, **fields))["param"] == param
+            assert error_of(await harness.post(path, **fields))["param"] == param
 
     run(main())
 
@@ -209,7 +209,7 @@ def test_bad_token_requests_are_refused(engine, path, fields, param):
 def test_body_problems_are_listed_together(engine):
     async def main():
         async with http_harness(engine) as harness:
-            error = error_of(await harness.ask(prompt="x", n=0, what=1, top_p=7))
+            error = error_of(await harness.post(prompt="x", n=0, what=1, top_p=7))
             assert all(name in error["message"] for name in ("n:", "what", "top_p:"))
 
     run(main())
@@ -246,7 +246,7 @@ def test_body_must_be_json_of_bounded_size(engine):
 def test_large_body_is_parsed_outside_the_event_loop(engine):
     async def main():
         async with http_harness(engine) as harness:
-            error = error_of(await harness.ask(prompt="x" * 2**19))
+            error = error_of(await harness.post(prompt="x" * 2**19))
             assert error["param"] == "prompt" and "context" in error["message"]
 
     run(main())
@@ -281,7 +281,7 @@ def test_keys_guard_the_api_but_not_probes_and_the_page(engine):
 def test_unknown_paths_and_methods_have_openai_errors(engine):
     async def main():
         async with http_harness(engine) as harness:
-            assert "/v1/responses" in error_of(await harness.ask("/v1/responses"), 404)["message"]
+            assert "/v1/responses" in error_of(await harness.post("/v1/responses"), 404)["message"]
             for path in ("/v1/models/", "/v1/completions/"):
                 error_of(await harness.client.get(path), 404)
             reply = await harness.client.get("/v1/completions")

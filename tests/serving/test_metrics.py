@@ -31,7 +31,7 @@ def run(coroutine):
     asyncio.run(bounded())
 
 
-def ask(max_tokens: int = 8, prompt: Prompt = "a prompt", **named) -> GenerationRequest:
+def make_request(max_tokens: int = 8, prompt: Prompt = "a prompt", **named) -> GenerationRequest:
     fields = {"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True}
     fields |= named.pop("params", {})
     return GenerationRequest(prompt, SamplingParams(**fields), protocol="http", **named)
@@ -63,7 +63,7 @@ def test_tokens_and_latencies_of_a_request_are_counted(engine):
         metrics = Metrics()
         async with tiny_service(engine, observers=(metrics.observer,)) as service:
             metrics.watch(service.loop, service.model.name)
-            result = await (await service.generate(ask(20))).collect()
+            result = await (await service.generate(make_request(20))).collect()
             now = samples(metrics)
         assert now["jaxinfer_requests_total", "length", "http"] == 1
         assert now["jaxinfer_prompt_tokens_total",] == len("a prompt")
@@ -88,7 +88,7 @@ def test_tokens_and_latencies_of_a_request_are_counted(engine):
 
 def test_inter_token_latency_is_that_of_one_sample():
     metrics = Metrics()
-    request = ask(params={"n": 3, "temperature": 1.0})
+    request = make_request(params={"n": 3, "temperature": 1.0})
     stream = Stream(request, "a", [1, 2], time.monotonic() + 9, on_cancel=lambda stream: None)
     for _ in range(4):
         for index in range(3):
@@ -108,13 +108,15 @@ def test_every_request_has_an_outcome(engine):
         brake = Brake(engine)
         async with tiny_service(engine, limits, observers=(metrics.observer,)) as service:
             metrics.watch(service.loop, "tiny")
-            first = await (await service.generate(ask(3))).collect()
+            first = await (await service.generate(make_request(3))).collect()
             stops = (first.samples[0].token_ids[1],)
-            await (await service.generate(ask(3, params={"stop_token_ids": stops}))).collect()
-            slow = await service.generate(ask(400))
+            await (
+                await service.generate(make_request(3, params={"stop_token_ids": stops}))
+            ).collect()
+            slow = await service.generate(make_request(400))
             brake.seconds = 0.01
-            late = await service.generate(ask(400, timeout_s=0.1))
-            gone = await service.generate(ask(400))
+            late = await service.generate(make_request(400, timeout_s=0.1))
+            gone = await service.generate(make_request(400))
             gone.cancel()
             for stream in (slow, late, gone):
                 with pytest.raises(ServiceError):
@@ -140,7 +142,7 @@ def test_page_and_request_gauges_are_the_engines(engine):
         async with tiny_service(engine, observers=(metrics.observer,)) as service:
             metrics.watch(service.loop, "tiny")
             brake.seconds = 0.005
-            streams = [await service.generate(ask(200)) for _ in range(6)]
+            streams = [await service.generate(make_request(200)) for _ in range(6)]
             async for _ in streams[0]:
                 if samples(metrics)["jaxinfer_requests_waiting",] == 2:
                     break
@@ -169,9 +171,9 @@ def test_prefix_cache_hits_are_counted(engine):
         prompt = list(range(5, 45))  # five pages of eight
         async with tiny_service(engine, observers=(metrics.observer,)) as service:
             metrics.watch(service.loop, "tiny")
-            await (await service.generate(ask(2, prompt))).collect()
+            await (await service.generate(make_request(2, prompt))).collect()
             before = samples(metrics)
-            again = await (await service.generate(ask(2, prompt))).collect()
+            again = await (await service.generate(make_request(2, prompt))).collect()
             now = samples(metrics)
         assert again.usage.cached_tokens > 0
         for name in ("cached_tokens", "prefix_cache_hit_tokens"):
@@ -189,7 +191,7 @@ def test_counters_never_fall(engine):
             before = counters(metrics)
             for i in range(3):
                 metrics.count_refusal("grpc", ErrorKind.OVERLOADED)
-                stream = await service.generate(ask(30))
+                stream = await service.generate(make_request(30))
                 async for _ in stream:
                     now = counters(metrics)
                     assert all(now[key] >= value for key, value in before.items())
@@ -212,7 +214,7 @@ def test_labels_have_no_value_chosen_by_a_client(engine):
         async with tiny_service(engine, observers=(metrics.observer,)) as service:
             metrics.watch(service.loop, "tiny")
             named = {"request_id": "chosen-id", "user": "chosen-user", "cache_salt": "own-salt"}
-            request = ask(2, "secret", **named)
+            request = make_request(2, "secret", **named)
             await (await service.generate(request)).collect()
         text = metrics.render()[0].decode()
         assert not any(word in text for word in ("secret", "chosen", "own-salt"))
@@ -245,7 +247,7 @@ def test_histogram_counts_values_under_the_first_bound():
 
 def test_observing_a_token_costs_microseconds():
     metrics = Metrics()
-    stream = Stream(ask(), "a", [1], time.monotonic() + 9, on_cancel=lambda stream: None)
+    stream = Stream(make_request(), "a", [1], time.monotonic() + 9, on_cancel=lambda stream: None)
     delta = Delta(0, "x", [5], [], None)
     for _ in range(100):
         metrics.observer.on_delta(stream, delta)
@@ -261,7 +263,7 @@ def test_observing_a_token_costs_microseconds():
 def test_request_with_one_truncated_sample_counts_as_length():
     metrics = Metrics()
     for reasons in ((FinishReason.STOP, FinishReason.LENGTH), (FinishReason.STOP,) * 2):
-        request = ask(params={"n": 2, "temperature": 1.0})
+        request = make_request(params={"n": 2, "temperature": 1.0})
         stream = Stream(request, "a", [1], time.monotonic() + 9, on_cancel=lambda stream: None)
         for index, reason in enumerate(reasons):
             metrics.observer.on_delta(stream, Delta(index, "", [5], [], reason))

@@ -89,7 +89,7 @@ def test_stop_button_keeps_the_text_and_frees_pages(bench, how):
             assert turn["answer"]
             assert await site.prompt.evaluate("node => node === document.activeElement")
             await site.settings(max_completion_tokens=3)
-            await site.ask("And now?")
+            await site.post("And now?")
             await site.done()
             assert (await site.turns())[1]["answer"]
 
@@ -135,14 +135,14 @@ def test_page_sends_the_conversation_and_the_changed_settings(bench):
             site.page.on("request", lambda r: bodies.append(r.post_data_json or {}))
             await site.open()
             await site.settings(max_completion_tokens=4)
-            await site.ask("One")
+            await site.post("One")
             await site.done()
             await site.page.locator("#system").fill("Be brief.")
             await site.settings(
                 temperature=0.5, top_p=0.9, top_k=7, min_p=0.05, seed=3, stop="###\n\\n\\n",
                 presence_penalty=0.5, frequency_penalty=-0.5, repetition_penalty=1.1,
             )  # fmt: skip
-            await site.ask("Two")
+            await site.post("Two")
             await site.done()
             first, second = [body for body in bodies if "messages" in body]
             assert first == {
@@ -218,7 +218,7 @@ def test_page_never_renders_text_as_markup(bench):
             await site.fakes("/v1/models", json.dumps(models))
             await site.fakes_answer(*MARKUP)
             await site.open()
-            await site.ask(image)
+            await site.post(image)
             await site.done()
             await page.reload()  # drawn again from what was kept
             await page.locator("#model-name", has_text=image).wait_for()
@@ -230,7 +230,7 @@ def test_page_never_renders_text_as_markup(bench):
             await page.unroute("**/v1/chat/completions")
             error = {"message": image, "type": "invalid_request_error", "param": None}
             await site.fakes("/v1/chat/completions", json.dumps({"error": error}), 400)
-            await site.ask("And errors?")
+            await site.post("And errors?")
             await site.done()
             assert image in await page.locator(".problem:visible").text_content()
             assert await page.evaluate("window.broken") is None
@@ -243,7 +243,7 @@ def test_page_never_renders_text_as_markup(bench):
 
 
 async def problem_of(site: Site) -> str:
-    await site.ask("Hello?")
+    await site.post("Hello?")
     await site.done()
     return await site.page.locator(".problem:visible").last.inner_text()
 

@@ -63,11 +63,11 @@ async def fill(site: Site) -> None:
     """Show a conversation with every kind of element: code, a wide word, stats, an error."""
     pieces = ("# A title\n\nSome `code` in **bold** text, and\n```\n" + "wide " * 60 + "\n```\n",)
     await site.fakes_answer(*pieces, "long" * 60)
-    await site.ask("question" * 20)
+    await site.post("question" * 20)
     await site.done()
     await site.page.unroute("**/v1/chat/completions")
     await site.settings_by_script(temperature=-1)
-    await site.ask("Hello?")
+    await site.post("Hello?")
     await site.done()
 
 

@@ -44,7 +44,7 @@ def run(coroutine):
     asyncio.run(bounded())
 
 
-def ask(max_tokens: int) -> GenerationRequest:
+def make_request(max_tokens: int) -> GenerationRequest:
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     return GenerationRequest("a prompt", params)
 
@@ -56,7 +56,7 @@ def test_stuck_step_is_reported_once(engine):
             watchdog = Watchdog(service.loop, 0.2, told)
             watchdog.start()
             brake.hold()
-            stream = await service.generate(ask(4))
+            stream = await service.generate(make_request(4))
             assert await asyncio.to_thread(told.has_come.wait, 30)
             await asyncio.sleep(0.3)
             assert len(told.reasons) == 1 and told.threads == ["watchdog"]
@@ -76,7 +76,7 @@ def test_steps_and_pauses_within_the_limit_are_not_reported(engine):
             watchdog = Watchdog(service.loop, 0.5, told)
             watchdog.start()
             brake.seconds = 0.05
-            await (await service.generate(ask(20))).collect()  # 1 s of steps
+            await (await service.generate(make_request(20))).collect()  # 1 s of steps
             await asyncio.sleep(0.7)  # idle
             watchdog.close()
         assert not told.reasons
@@ -98,7 +98,7 @@ def test_ended_engine_thread_is_reported():
         async with tiny_service(broken) as service:
             watchdog = Watchdog(service.loop, 0.0, told)  # no limit on steps
             watchdog.start()
-            stream = await service.generate(ask(4))
+            stream = await service.generate(make_request(4))
             with pytest.raises(ServiceError):
                 await stream.collect()
             assert await asyncio.to_thread(told.has_come.wait, 30)

@@ -68,14 +68,14 @@ class Site:
         for name, value in values.items():
             await self.page.locator(f"#set-{name}").evaluate(put, str(value))
 
-    async def ask(self, text: str) -> None:
+    async def post(self, text: str) -> None:
         await self.prompt.fill(text)
         await self.prompt.press("Enter")
 
     async def ask_for_much(self) -> None:
         """A question whose likeliest answer is long; returns when some of it is there."""
         await self.settings_by_script(temperature=0, max_completion_tokens="")
-        await self.ask("Tell me everything.")
+        await self.post("Tell me everything.")
         await self.first_text()
 
     async def first_text(self) -> None:

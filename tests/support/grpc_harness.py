@@ -85,7 +85,7 @@ def config(**limits: Any) -> ServingConfig:
     return ServingConfig(grpc_port=0, limits=LimitsConfig(**limits))
 
 
-def ask(text: str = "a prompt", max_tokens: int = 8, **named: Any) -> pb.GenerateRequest:
+def make_request(text: str = "a prompt", max_tokens: int = 8, **named: Any) -> pb.GenerateRequest:
     """A greedy request; `params` overrides its parameters, other names are request fields."""
     params = pb.SamplingParams(**{**GREEDY, "max_tokens": max_tokens, **named.pop("params", {})})
     if "token_ids" not in named and "chat" not in named:

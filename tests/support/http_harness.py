@@ -37,17 +37,17 @@ class HttpHarness:
         self.url = url
         self.client = httpx.AsyncClient(base_url=url, timeout=90)
 
-    async def ask(self, path: str = "/v1/completions", **fields: Any) -> httpx.Response:
+    async def post(self, path: str = "/v1/completions", **fields: Any) -> httpx.Response:
         """POST `fields`."""
         return await self.client.post(path, json=fields)
 
     async def complete(self, prompt: Any = "a prompt", **fields: Any) -> dict[str, Any]:
         """A greedy completion's body."""
-        return (await self.ask(**{**GREEDY, "prompt": prompt, **fields})).raise_for_status().json()
+        return (await self.post(**{**GREEDY, "prompt": prompt, **fields})).raise_for_status().json()
 
     async def stream(self, path: str = "/v1/completions", **fields: Any) -> list[dict[str, Any]]:
         """The events of a greedy stream; it must end with [DONE]."""
-        reply = await self.ask(path, **{**GREEDY, **fields, "stream": True})
+        reply = await self.post(path, **{**GREEDY, **fields, "stream": True})
         assert reply.headers["content-type"].startswith("text/event-stream"), reply.text
         *events, done = events_of(reply.text)
         assert done == "[DONE]"
