@@ -262,7 +262,7 @@ def test_embedding_deadline_and_full_queue_are_refused(embedder, brake):
             too_many = {"input": ["a"] * 7}  # max_num_seqs is 4
             assert await refused(both, "http", **too_many) == (INVALID[0], "input")
             said = (await post(both, **too_many)).json()["error"]["message"]
-            assert said == "the request has 7 texts; this server takes on 6 at once"
+            assert said == "the request has 7 texts; this server takes 6 at once"
             brake.hold()
             waiting = asyncio.create_task(grpc_of(both).embed(["a"] * 4))
             while both.service.loop.num_streams < 4:
