@@ -1,15 +1,15 @@
-"""What XLA fuses by itself, and what a kernel has over it, by the compiled text of each chip.
+"""Compare what XLA fuses by itself with a fused kernel, from the compiled text for each chip.
 
     python scripts/fusion_table.py --write=docs/fusion.md
     python scripts/fusion_table.py --targets=v5e,h100 --show=h100/add_rms_norm/64
 
-An operator stands between the products that it stands between in a model, since what a compiler
-does with it depends on them. Each program is compiled twice, with the operator's plain form and
-with its kernel, and two things are read from the text: the launches, and the bytes that they read
-and write in the chip's memory beyond each argument once and each result once. Numbers that a TPU's
-compiler keeps in VMEM between two launches cost none.
+An operator is placed between the products that surround it in a model, since a compiler's fusion
+depends on them. Each program is compiled twice, with the operator's plain form and with its kernel,
+and two figures are read from the text: the launches, and the bytes that they read and write in the
+chip's memory, less each argument once and each result once. Arrays that a TPU's compiler keeps in
+VMEM between two launches cost none.
 
-Needs the environment of `make compile-check`. Nothing runs: the table tells bytes, not time.
+Needs the environment of `make compile-check`. Nothing runs: the table shows bytes, not time.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SHOW = flags.DEFINE_string("show", None, "Print the launches of one program: tar
 TOKENS = (64, 2048)  # a decode step, a prefill chunk
 MODEL_DIM, FFN_DIM, EPS = 4096, 14336, 1e-5  # Llama-3-8B
 MARKS = ("<!-- table: scripts/fusion_table.py -->", "<!-- end of table -->")
-TRANSFERS = ("copy-start", "slice-start")  # beside the kernels; they are no launches
+TRANSFERS = ("copy-start", "slice-start")  # overlap with kernels; they are no launches
 FREE = ("bitcast", "constant", "get-tuple-element", "parameter", "tuple")
 IN_VMEM = re.compile(r"S\(\d+\)")
 ARRAY = re.compile(r"\b[a-z]+[0-9]*[a-z0-9]*\[[0-9,]*\](?:\{[^{}]*\})?")
@@ -68,7 +68,7 @@ class Operator:
 @dataclasses.dataclass(frozen=True)
 class Cost:
     launches: int
-    bytes: int  # beyond arguments and results once
+    bytes: int  # less each argument and result once
 
     def __str__(self) -> str:
         return f"{self.launches} | {self.bytes / 2**20:.2f}"
@@ -131,13 +131,13 @@ def compiled_text(chip: Chip, operator: Operator, T: int, backend: str) -> str:
 
 
 def memory_bytes(type_text: str) -> int:
-    """Of the arrays of a type that lie in the chip's memory."""
+    """The bytes of a type's arrays that are in the chip's memory."""
     found = ARRAY.findall(type_text)
     return sum(sum(array_bytes(array)) for array in found if not IN_VMEM.search(array))
 
 
 def _operands(instruction: HloInstruction) -> list[str]:
-    """Names, each once: a kernel is given one array in the place of those it does not read."""
+    """The distinct operand names: a kernel gets one array in place of all that it does not read."""
     text = instruction.rest
     start = text.index("(", text.index(instruction.opcode))
     depth, end = 0, start
@@ -172,7 +172,7 @@ def cost_of(text: str, operator: Operator, T: int) -> Cost:
 
 
 def verdict(plain: Cost, kernel: Cost | str) -> str:
-    """By launches and bytes; 2 % of the bytes are no difference."""
+    """Compare by launches and bytes; 2 % of the bytes count as no difference."""
     if isinstance(kernel, str):
         return f"XLA: {kernel}"
     bytes_saved = plain.bytes - kernel.bytes

@@ -1,4 +1,4 @@
-"""Write the Python of every .proto in serving/protos, beside it; `--check` fails where it is stale.
+"""Generate the Python modules of every .proto in serving/protos; `--check` fails if one is stale.
 
 python scripts/make_protos.py [--check]
 """
@@ -15,12 +15,11 @@ from pathlib import Path
 from absl import app, flags
 
 ROOT = Path(str(importlib.resources.files("jaxinfer.serving"))) / "protos"
-PACKAGE = "jaxinfer.serving.protos"  # what ROOT is imported as
+PACKAGE = "jaxinfer.serving.protos"  # the package of ROOT
 
 _CHECK = flags.DEFINE_bool("check", False, "write nothing; exit 1 if a file is not as it would be")
 
-# The compiler writes its own version into what it makes: another one is no reason to call a file
-# stale.
+# The compiler writes its version into its output; another version does not make a file stale.
 _VERSIONS = (
     re.compile(r"^# Protobuf Python Version: .*$", re.MULTILINE),
     re.compile(r"(?<=Domain\.PUBLIC,)(\s+\d+,){3}\s+'.*?',"),
@@ -29,8 +28,9 @@ _VERSIONS = (
 
 
 def generate(root: Path = ROOT) -> dict[Path, str]:
-    """What belongs beside the .proto files below `root`: text by path. Writes nothing there."""
-    # Needed by those alone who change a .proto.
+    """Return the text of the modules of the .proto files below `root`, by path; nothing is
+    written."""
+    # Only a change of a .proto needs it.
     from grpc_tools import protoc
 
     names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.proto"))
@@ -41,11 +41,11 @@ def generate(root: Path = ROOT) -> dict[Path, str]:
         if protoc.main(command) != 0:
             raise SystemExit(f"protoc could not compile {', '.join(names)}; it says why above")
         made = sorted(path for path in Path(folder).rglob("*") if path.is_file())
-        return {root / path.relative_to(folder): _rehomed(path.read_text()) for path in made}
+        return {root / path.relative_to(folder): _repackage(path.read_text()) for path in made}
 
 
 def stale(files: Mapping[Path, str]) -> list[Path]:
-    """Those of `files` that are not on disk as they should be."""
+    """The paths of `files` whose text on disk is missing or differs."""
     return [
         path
         for path, text in files.items()
@@ -53,8 +53,8 @@ def stale(files: Mapping[Path, str]) -> list[Path]:
     ]
 
 
-def _rehomed(text: str) -> str:
-    """Generated modules import each other from the root of the .proto files; ours is a package."""
+def _repackage(text: str) -> str:
+    """Make generated modules import each other from `PACKAGE` instead of the .proto files' root."""
     text = re.sub(
         r"^from (jaxinfer\.[\w.]+) import (\w+_pb2)",
         rf"from {PACKAGE}.\1 import \2",

@@ -1,1 +1,1 @@
-"""Benchmarks of the engine and the server, beside peers."""
+"""Benchmarks of the engine and the server, compared with peers."""

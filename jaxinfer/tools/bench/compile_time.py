@@ -1,12 +1,12 @@
-"""How long a step of each family takes to trace and to compile on this CPU, beside Llama's.
+"""Measure how long a step of each family takes to trace and to compile on this CPU.
 
     jaxinfer bench compile [--families=qwen3,gemma2] [--layers=32] [--repeats=2]
 
 Every family of the registry is built at one common shape (32 layers of 1,024 dimensions) with
-abstract weights, and the step of one bucket is traced, lowered and compiled. Counted are CPU
-seconds, of all threads, so that what else the machine does matters little; the best of the repeats
-counts. Llama runs first. Asked for is a ratio below 1.5 for families of the same shape; a
-layer of experts or of latent attention has more products than Llama's, and more to compile.
+abstract weights, and the step of one bucket is traced, lowered and compiled. Times are CPU seconds
+of all threads, so that other load matters little; the best of the repeats counts. Llama runs first.
+The target is a ratio to Llama below 1.5 for families of the same shape; a layer of experts or of
+latent attention has more products than Llama's, and more to compile.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ flags.DEFINE_integer("repeats", 2, "Compilations of each family.", lower_bound=1
 
 LIMIT = 1.5
 PAGE_SIZE, NUM_PAGES, NUM_ROWS, MAX_LEN = 64, 128, 16, 2048
-# The common shape, in the words of most families and of those from before Llama.
+# The common shape, in the keys of most families and of those older than Llama.
 SHAPE: dict[str, Any] = {
     "vocab_size": 32_000,
     "hidden_size": 1024,
@@ -66,7 +66,7 @@ DEEPSEEK = MOE | {
     "topk_group": 1,
 }
 FACTORS = {"type": "longrope", "short_factor": [1.0] * 32, "long_factor": [4.0] * 32}
-# What a family needs beyond it, with what its published models have: windows, scalings, experts.
+# More keys that a family needs, and features of its published models: windows, scalings, experts.
 PARTICULAR: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v2": DEEPSEEK | {"topk_method": "greedy", "scoring_func": "softmax"},
     "deepseek_v3": DEEPSEEK | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
@@ -85,7 +85,7 @@ PARTICULAR: Mapping[str, Mapping[str, Any]] = {
     "qwen3_moe": MOE | {"num_experts": 8, "head_dim": 64},
 }
 WITHOUT_A_STEP = {"bert", "camembert", "roberta", "xlm-roberta"}  # encoders
-WRAPPERS = {"gemma3", "mistral3"}  # a text model of the list, in a configuration of its own
+WRAPPERS = {"gemma3", "mistral3"}  # configurations that wrap a text model of the list
 
 
 def model_of(model_type: str, num_layers: int) -> FunctionalModel:

@@ -1,6 +1,6 @@
-"""How the benches drive a jaxinfer engine, and what they measure inside it.
+"""Run and measure a jaxinfer engine for the benchmarks.
 
-Everything works on `Engine.add` and `Engine.step`, the same loop that `LLM` and the server run.
+All functions use `Engine.add` and `Engine.step`, the loop that `LLM` and the server run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ Prompts = Sequence[Sequence[int]]
 
 
 def run_prompts(engine: Engine, prompts: Prompts, output_lens: Sequence[int]) -> TimedRun:
-    """Answer all prompts greedily, `output_lens` tokens each, added at once to an idle engine."""
+    """Generate `output_lens` greedy tokens for the prompts, which are added at once to an idle
+    engine."""
     start = first = time.perf_counter()
     requests = [
         engine.add(prompt, SamplingParams(temperature=0, max_tokens=n, ignore_eos=True))[0]
@@ -71,10 +72,10 @@ def one_layer_engine(
 ) -> Engine:
     """An engine for the same model cut to one layer of random weights, `num_rows` slots.
 
-    A small vocabulary keeps the device's part small: on a CPU, going through 256 rows of 49,152
-    logits throws the host's own data out of the caches that it shares with the device. The pool
-    holds every row at `num_tokens` tokens. Overlap is off, so that the host works while the device
-    waits and the reverse: their times add up to the step's.
+    A small vocabulary keeps the device's work small: on a CPU, reading 256 rows of 49,152 logits
+    evicts the host's data from the caches that it shares with the device. The pool holds every row
+    at `num_tokens` tokens. Overlap is off, so that host and device work alternately and their times
+    add up to that of the step.
     """
     config = dataclasses.replace(engine.model.config, num_layers=1, vocab_size=vocab_size)
     model = FunctionalModel(engine.model.family, config, engine.model.numerics)
@@ -95,10 +96,10 @@ def one_layer_engine(
 
 @dataclasses.dataclass(frozen=True)
 class HostWork:
-    """Host work of each pure decode step in seconds, and where it goes by function.
+    """The host's seconds in each pure decode step, and a profile by function.
 
-    It is wall time minus the time blocked on the device; whatever else runs on the machine is in
-    it, the device's own threads on a CPU too.
+    They are wall time minus the time blocked on the device, and include interference of everything
+    else on the machine, such as the device's threads on a CPU.
     """
 
     step_s: list[float]
@@ -108,7 +109,8 @@ class HostWork:
 def host_work(engine: Engine, prompts: Prompts, num_steps: int) -> HostWork:
     """Measure the host's part of steps that decode one token for every prompt.
 
-    `num_steps` are timed; half as many more run under cProfile, which slows them, and are not.
+    `num_steps` are timed; half as many more run under cProfile, which slows them, and are not
+    timed.
     """
     output_len = 2 * num_steps + 4
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
@@ -141,7 +143,7 @@ def host_work(engine: Engine, prompts: Prompts, num_steps: int) -> HostWork:
 def _top_functions(
     profiler: cProfile.Profile, num_steps: int, count: int = 12
 ) -> list[tuple[str, float, float]]:
-    """The functions with most time of their own, waiting for the device left out."""
+    """The functions with the most self time, waiting for the device left out."""
     rows = []
     for (file, line, name), (_, calls, own, *_) in pstats.Stats(profiler).stats.items():  # type: ignore
         where = f"{file.rsplit('/', 1)[-1]}:{line}:{name}" if line else name
@@ -151,7 +153,8 @@ def _top_functions(
 
 
 def step_seconds(engine: Engine, prompts: Prompts, num_steps: int) -> list[float]:
-    """Wall time of each step that decodes one token for every prompt; the engine ends up idle."""
+    """Wall time of each step that decodes one token for every prompt; the engine is idle
+    afterwards."""
     for prompt in prompts:
         params = SamplingParams(temperature=0, max_tokens=num_steps + 2, ignore_eos=True)
         engine.add(prompt, params)

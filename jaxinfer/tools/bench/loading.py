@@ -1,13 +1,13 @@
-"""How long weights take to the device: one model as GGUF, as safetensors, and converted.
+"""Measure how long loading weights takes: one model as GGUF, as safetensors, and converted.
 
     jaxinfer bench loading --dtype=float32 --repeats=5
 
-The demo model is written in the other two formats first, as `--dtype`, so that nothing has to be
-converted but the GGUF file's quantized numbers. Every measurement is a process of its own; the
-formats take turns. Files are in the page cache, so this is the work of reading, not the disk's
-speed. `weights`: from opening the checkpoint until all arrays are there; `process`: from the start
-of Python, whose imports are the rest; `CPU`: of all threads, for the weights, which depends least
-on what else runs. Medians, the best in brackets.
+The demo model is first written in the other two formats as `--dtype`, so that only the GGUF file's
+quantized numbers need conversion. Every measurement runs in its own process; the formats alternate.
+Files are in the page cache, so this measures the work of reading, not the disk's speed. `weights`
+is the time from opening the checkpoint until all arrays exist; `process` the time from the start of
+Python, including imports; `CPU` the processor time of all threads for the weights, which depends
+least on other load. Figures are medians, with the best in parentheses.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def model_of(source: str) -> tuple[Checkpoint, FunctionalModel]:
 
 
 def measure_once(source: str) -> None:
-    """In the process that is measured: seconds and bytes of all weights."""
-    jax.device_put(np.zeros(1)).block_until_ready()  # the device itself is no part of it
+    """Load the weights in this process, and print the seconds and bytes."""
+    jax.device_put(np.zeros(1)).block_until_ready()  # do not time the device's start
     start, cpu_start = time.perf_counter(), time.process_time()
     checkpoint, model = model_of(source)
     weights = jax.block_until_ready(load_weights(checkpoint, model))
@@ -76,7 +76,7 @@ def measure(source: str) -> dict[str, float]:
 def write_huggingface(
     checkpoint: Checkpoint, model: FunctionalModel, weights: Weights, folder: Path
 ) -> None:
-    """The demo model's parameters under the names and in the layout of a Hugging Face directory."""
+    """Write the demo model's parameters as a Hugging Face directory."""
     table = model.family.hf_weights(model.config)
     tensors: dict[str, Any] = {}
     for spec, weight in zip(model.parameters, weights, strict=True):

@@ -1,12 +1,12 @@
-"""Offline speed, beside Hugging Face transformers, in one run on one machine.
+"""Offline speed compared with Hugging Face transformers, in one run on one machine.
 
     jaxinfer bench offline --model=demo --dtype=float32 --json=out.json
 
-Both sides load the same file, get the same prompts and the same cores, and take turns: one round of
-each, `--repeats` times, after a round that is not counted. Prompts are fresh in every round, so
-that no prefix is ever found in a cache. The ratio compares medians; the best of each is printed
-beside it, because a busy machine slows single rounds. The peer runs a hand-written decode loop,
-which is faster than its own `model.generate` (see `bench_peer.py`).
+Both sides load the same file, get the same prompts and the same cores, and alternate: one round of
+each, `--repeats` times, after a round that is not counted. Prompts are new in every round, so that
+no prefix is ever found in a cache. The ratio compares medians; the best of each is printed next to
+it, because a busy machine slows single rounds. The peer runs a hand-written decode loop, which is
+faster than its own `model.generate` (see `tools/bench/peer.py`).
 
 Cases (`--cases`, comma-separated):
 
@@ -22,8 +22,8 @@ Cases (`--cases`, comma-separated):
                 and full
     programs    programs that the demo compiles, and how many of them after its warm-up
 
-Run it on a quiet machine: the share that other processes took is measured, and reported where it
-spoils a case.
+Run it on a quiet machine. The share that other processes take is measured, and reported where it
+invalidates a case.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from jaxinfer.parallel.replicas import replicas_of
 from jaxinfer.tools.bench import engine as bench_engine
 from jaxinfer.tools.bench.report import Measure, OtherLoad, machine, print_table
 
-# The least ratio (or the most, for "at most") that a case has to reach, by dtype.
+# The minimum ratio (the maximum, for "at most") that a case must reach, by dtype.
 TARGETS = {
     "one_stream": {"float32": 1.3, "bfloat16": 1.0},
     "rows": {"float32": 1.3, "bfloat16": 1.0},
@@ -64,7 +64,7 @@ HOST_VOCAB = 2048
 
 
 class OfflineBench:
-    """The two sides, loaded once, and how to time them in turn."""
+    """The two sides, loaded once and timed alternately."""
 
     def __init__(
         self,
@@ -93,13 +93,14 @@ class OfflineBench:
         self._num_prompts = 0
 
     def prompts(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Random prompts of the given lengths, the same in every run, never twice the same."""
+        """Random prompts of the given lengths, all different, and the same in every run."""
         self._num_prompts += 1
         generator = np.random.default_rng([self._num_prompts, 2])
         return [generator.integers(100, self.vocab_size, n).tolist() for n in lengths]
 
-    def in_turn(self, work: Callable[[], list[float]]) -> list[list[float]]:
-        """Run `work`, which returns one sample a side, for every round; samples by side."""
+    def alternate(self, work: Callable[[], list[float]]) -> list[list[float]]:
+        """Run `work`, which returns one sample a side, for every round; return the samples by
+        side."""
         work()
         return [list(side) for side in zip(*(work() for _ in range(self.repeats)), strict=True)]
 
@@ -115,7 +116,7 @@ class OfflineBench:
                 samples.append(count / self.peer.generate(prompts, num_tokens).decode_s)
             return samples
 
-        return self._versus_peer(case, "tokens/s", self.in_turn(work))
+        return self._versus_peer(case, "tokens/s", self.alternate(work))
 
     def _versus_peer(self, case: str, unit: str, sides: list[list[float]]) -> Measure:
         ours, other = sides[0], sides[1] if len(sides) > 1 else []
@@ -144,7 +145,7 @@ def prefill(bench: OfflineBench, num_tokens: int = 512) -> list[Measure]:
             samples.append(num_tokens / bench.peer.prefill(prompts[0]))
         return samples
 
-    return [bench._versus_peer("prefill", "tokens/s", bench.in_turn(work))]
+    return [bench._versus_peer("prefill", "tokens/s", bench.alternate(work))]
 
 
 def mixed_lengths(num_requests: int) -> tuple[list[int], list[int]]:
@@ -179,7 +180,7 @@ def mixed(bench: OfflineBench, num_requests: int = 64) -> list[Measure]:
             seconds.append(bench.peer.serve_static(prompts, output_lens, STATIC_ROWS))
         return [sum(output_lens) / s for s in seconds]
 
-    ours, itself, same_rows, *peer = bench.in_turn(work)
+    ours, itself, same_rows, *peer = bench.alternate(work)
     static_name = f"itself, static {STATIC_ROWS}"
     target = TARGETS["mixed"][bench.dtype]
     return [
@@ -190,7 +191,7 @@ def mixed(bench: OfflineBench, num_requests: int = 64) -> list[Measure]:
 
 
 def host(bench: OfflineBench, num_rows: int = 256, num_steps: int = 40) -> list[Measure]:
-    """What the host does in a step of many decoding rows, with and without streamed text."""
+    """The host's work in a step of many decoding rows, with and without streamed text."""
     measures = []
     calm_collector()  # as the server does
     whole = bench.vocab_size
@@ -227,7 +228,7 @@ def pool(bench: OfflineBench, num_rows: int = 8, num_pages: int = 24) -> list[Me
         steps = (bench_engine.step_seconds(e, prompts, 20) for e in (large, small))
         return [statistics.median(s) * 1e3 for s in steps]
 
-    large_ms, small_ms = bench.in_turn(work)
+    large_ms, small_ms = bench.alternate(work)
     other = f"{num_pages} pages"
     return [Measure("pool, 10x pages", "ms a step", large_ms, small_ms, other, 1.05, "at most")]
 
@@ -248,7 +249,7 @@ def first_token_seconds(command: Sequence[str], environment: dict[str, str]) -> 
 
 
 def startup(bench: OfflineBench) -> list[Measure]:
-    """What `make run` starts, up to its first token: compilation cache empty, then full."""
+    """The time of `make run` to its first token with an empty, then a full compilation cache."""
     command = [
         sys.executable,
         "-m",
@@ -290,14 +291,14 @@ def programs(bench: OfflineBench) -> list[Measure]:
 
 
 def versions(bench: OfflineBench) -> dict[str, str]:
-    """Versions of what was measured."""
+    """Versions of the measured packages."""
     names = ("jaxinfer", "jax", "jaxlib", "flax", "numpy")
     found = {"python": platform.python_version()} | {n: metadata.version(n) for n in names}
     return found | (bench.peer.versions() if bench.peer else {})
 
 
 def restrict_to(threads: int) -> None:
-    """Bind this process, and so both sides' thread pools, to `threads` of the cores it may use."""
+    """Restrict this process, and so both sides' thread pools, to `threads` of its cores."""
     allowed = sorted(os.sched_getaffinity(0))
     if threads > len(allowed):
         raise app.UsageError(f"--threads={threads}, but this process may use {len(allowed)} cores")

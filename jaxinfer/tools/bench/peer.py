@@ -1,4 +1,4 @@
-"""Hugging Face transformers on PyTorch, run as well as it runs on a CPU: the peer of the benches.
+"""Hugging Face transformers on PyTorch, in its fastest form on a CPU: the benchmarks' peer.
 
 Nothing here imports jax, so the peer can be timed with or without it. The decode loop is written by
 hand over `model.forward` with a `DynamicCache`: it does the same forward passes as `model.generate`
@@ -36,7 +36,7 @@ def load_peer(model: str | Path, dtype: str, attention: str = "sdpa") -> tuple[A
 
 
 def cache_name(model: Any) -> str:
-    """What `forward` and its output call the key-value cache: transformers 5 renamed it."""
+    """The name of the key-value cache in `forward` and its output; transformers 5 renamed it."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 

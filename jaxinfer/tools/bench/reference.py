@@ -1,4 +1,5 @@
-"""The engine without a server, for bench_serve.py: reads commands, answers with seconds.
+"""The engine without a server, for `jaxinfer bench serve`: it reads commands and answers with
+times.
 
 Started by `serve_cases.server.Reference`: one JSON object a line on stdin and on stdout.
 """
@@ -17,13 +18,13 @@ from jaxinfer import LLM, SamplingParams, load_config
 from jaxinfer.execution.host_tuning import calm_collector
 
 FLAGS = flags.FLAGS
-flags.DEFINE_string("model", "demo", "What to load.")
+flags.DEFINE_string("model", "demo", "The model to load.")
 flags.DEFINE_string("config", None, "Preset or .toml file of engine options.")
 flags.DEFINE_multi_string("set", [], "Engine options, key.path=value.")
 
 
 def generate(llm: LLM, prompts: list[str | list[int]], max_tokens: list[int]) -> float:
-    """Seconds for all prompts together, greedily, each to its whole length."""
+    """Time the greedy generation of all prompts together, each to its full length."""
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in max_tokens]
     start = time.perf_counter()
     outputs = llm.generate(prompts, params)
@@ -33,7 +34,7 @@ def generate(llm: LLM, prompts: list[str | list[int]], max_tokens: list[int]) ->
 
 
 def first_token(llm: LLM, prompt: list[int]) -> float:
-    """Seconds to the first token of one prompt; the engine ends up idle."""
+    """Time the first token of one prompt; the engine is idle afterwards."""
     engine = llm.engine
     start = time.perf_counter()
     engine.add(prompt, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
@@ -46,14 +47,14 @@ def first_token(llm: LLM, prompt: list[int]) -> float:
 
 
 def answer(llm: LLM, command: dict[str, Any]) -> float:
-    """What a command asks for, in seconds."""
+    """Run a command and return its seconds."""
     if "prompts" in command:
         return generate(llm, command["prompts"], command["max_tokens"])
     return first_token(llm, command["prompt"])
 
 
 def main(argv: Sequence[str]) -> None:
-    """Load, say so, and answer until stdin ends."""
+    """Load the model, report it, and answer commands until stdin ends."""
     if len(argv) > 1:
         raise app.UsageError(f"unknown: {argv[1:]}")
     settings = [text for text in FLAGS.set if not text.startswith("serving.")]

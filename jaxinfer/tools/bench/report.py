@@ -1,4 +1,4 @@
-"""What the benches report: samples of both sides, their ratio, the target, and the machine."""
+"""The results of benchmarks: samples of both sides, their ratio, the target, and the machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from typing import Any, Literal
 
 @dataclasses.dataclass(frozen=True)
 class TimedRun:
-    """One timed generation: tokens per prompt, seconds until all had their first, and after it."""
+    """One timed generation: the tokens of each prompt, the seconds until all prompts had their
+    first token, and the seconds after that."""
 
     tokens: list[list[int]]
     prefill_s: float
@@ -29,7 +30,7 @@ class TimedRun:
 
 @dataclasses.dataclass(frozen=True)
 class Measure:
-    """One row of the table: samples of ours and, where there is one, of what it is compared to."""
+    """One row of the table: our samples and, if any, those of what they are compared with."""
 
     case: str
     unit: str
@@ -41,7 +42,7 @@ class Measure:
 
     @property
     def value(self) -> float:
-        """Ratio of medians, or the median itself where there is nothing to compare with."""
+        """The ratio of medians, or our median where there is nothing to compare with."""
         ours = statistics.median(self.ours)
         return ours / statistics.median(self.other) if self.other else ours
 
@@ -53,17 +54,17 @@ class Measure:
         return self.value >= self.target if self.bound == "at least" else self.value <= self.target
 
     def columns(self) -> list[str]:
-        """The cells of its row."""
+        """The columns of the row."""
         best = max if self.bound == "at least" else min
-        cell = lambda x: f"{statistics.median(x):.4g} ({best(x):.4g})" if x else ""
+        column = lambda x: f"{statistics.median(x):.4g} ({best(x):.4g})" if x else ""
         must = f"{self.bound} {self.target:g}" if self.target is not None else ""
         verdict = {True: "yes", False: "NO", None: ""}[self.is_reached]
         ratio = f"{self.value:.3g}" if self.other else ""
-        other = f"{cell(self.other)} {self.other_name}" if self.other else ""
-        return [self.case, self.unit, cell(self.ours), other, ratio, must, verdict]
+        other = f"{column(self.other)} {self.other_name}" if self.other else ""
+        return [self.case, self.unit, column(self.ours), other, ratio, must, verdict]
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, samples included."""
+        """All fields, including samples."""
         return dataclasses.asdict(self) | {"value": self.value, "is_reached": self.is_reached}
 
 
@@ -78,20 +79,20 @@ def machine(threads: int) -> dict[str, Any]:
 
 
 class OtherLoad:
-    """Watches how much of the machine other processes take while something is timed.
+    """Measures how much of the machine other processes use while something is timed.
 
     A peer whose threads spin at barriers (PyTorch's do) slows down far more than its share when it
     is disturbed, and a ratio taken then means nothing.
     """
 
-    LIMIT = 0.05  # a share above this spoils a measurement
+    LIMIT = 0.05  # a larger share invalidates a measurement
 
     def __init__(self):
-        self.shares: dict[str, float] = {}  # by case, of all cores; empty where it is not known
+        self.shares: dict[str, float] = {}  # by case, share of all cores; empty where unknown
 
     @contextlib.contextmanager
     def watch(self, case: str) -> Iterator[None]:
-        """Record the share of processor time that was neither idle nor this process's own."""
+        """Record the share of processor time that other processes used."""
         start, before = time.perf_counter(), self._others()
         yield
         after, seconds = self._others(), time.perf_counter() - start
@@ -106,7 +107,8 @@ class OtherLoad:
 
     @staticmethod
     def _others() -> float | None:
-        """Processor seconds of everybody else since the machine started; None off Linux."""
+        """Processor seconds of all other processes since the machine started; None without
+        /proc."""
         stat = Path("/proc/stat")
         if not stat.exists():
             return None
@@ -117,7 +119,7 @@ class OtherLoad:
 
 
 def print_table(measures: Sequence[Measure]) -> None:
-    """Medians, with the best in brackets."""
+    """Print medians, with the best sample in parentheses."""
     head = ["case", "unit", "jaxinfer", "compared with", "ratio", "must reach", "reached"]
     table = [head, *(measure.columns() for measure in measures)]
     widths = [max(len(row[i]) for row in table) for i in range(len(head))]

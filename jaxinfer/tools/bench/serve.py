@@ -14,7 +14,7 @@ by `--seed`. What is printed is said in `load_client/record.py`: latencies, good
 The cases below start `jaxinfer serve` themselves (`--checkpoint`, `--config`, `--set`), state
 what they must reach, and end with status 1 where they do not:
 
-    throughput   tokens/s of 16 streaming clients over each door, against `LLM.generate`
+    throughput   tokens/s of 16 streaming clients over each endpoint, against `LLM.generate`
     first_token  what the service adds to the engine's own time to first token, idle
     overload     500 clients at once on a queue limit of 64: who is served, who refused, how fast
     chaos        2,000 requests cancelled, cut, late or wrong: nothing of them may be left
@@ -70,7 +70,7 @@ USUAL_REQUESTS = 100
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("url", None, "Root of an OpenAI-compatible server; a /v1 at its end may stay.")
-flags.DEFINE_string("grpc", None, "host:port of this project's gRPC door.")
+flags.DEFINE_string("grpc", None, "host:port of this project's gRPC endpoint.")
 flags.DEFINE_enum("api", "completions", ["completions", "chat"], "What is called at --url.")
 flags.DEFINE_string("model", None, "What the server calls its model; the first it lists, if unset.")
 flags.DEFINE_string("api_key_file", None, "A file with the key to send.")
@@ -82,14 +82,14 @@ flags.DEFINE_bool(
 )
 flags.DEFINE_enum("arrivals", "poisson", ["poisson", "trace", "closed"], "When requests are sent.")
 flags.DEFINE_float("rate", 1.0, "Requests a second: of Poisson arrivals, and of soak.", 1e-6)
-flags.DEFINE_integer("clients", 16, "Of closed arrivals.", lower_bound=1)
+flags.DEFINE_integer("clients", 16, "Concurrent clients of closed arrivals.", lower_bound=1)
 flags.DEFINE_string("trace", None, "JSON lines: at, max_tokens, and prompt or prompt_tokens.")
 flags.DEFINE_integer("requests", None, "How many; the case's or trace's own, if unset.", 1)
 flags.DEFINE_enum("prompts", "text", ["text", "ids"], "Common words, or random token ids.")
 flags.DEFINE_integer("vocab_size", 32000, "Token ids are below it.", lower_bound=101)
 flags.DEFINE_string("prompt_lens", "lognormal:128:0.8:8:1024", "Lengths of prompts, in tokens.")
 flags.DEFINE_string("output_lens", "lognormal:64:0.8:8:512", "The same of max_tokens.")
-flags.DEFINE_integer("seed", 0, "Of everything that is drawn.", lower_bound=0)
+flags.DEFINE_integer("seed", 0, "Determines all random choices.", lower_bound=0)
 flags.DEFINE_integer("warmup", 4, "Requests before the load that are not counted.", lower_bound=0)
 flags.DEFINE_float("timeout_s", 300.0, "A request that takes longer has failed.", 1e-3)
 flags.DEFINE_integer("processes", 1, "Client processes that share the load.", lower_bound=1)

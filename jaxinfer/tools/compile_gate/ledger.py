@@ -89,9 +89,9 @@ class Ledger:
         ]
         compilers = json.dumps(self.compilers, sort_keys=True)
         text = f'{{"compilers": {compilers},\n"entries": {{\n' + ",\n".join(lines) + "\n}}\n"
-        beside = path.with_suffix(".tmp")  # a run that is interrupted leaves the old file whole
-        beside.write_text(text, "utf-8")
-        beside.replace(path)
+        temporary = path.with_suffix(".tmp")  # a run that is interrupted leaves the old file whole
+        temporary.write_text(text, "utf-8")
+        temporary.replace(path)
 
     def use_compilers(self, platform: str, versions: Versions) -> None:
         """Note a platform's compilers; what others had compiled for it is dropped."""

@@ -11,7 +11,7 @@ Row = dict[str, Any]
 HEAD = ["kernel", "case", "error", "agrees", "median us", "of copy", "of matrix", "PyTorch us",
         "PyTorch / ours"]  # fmt: skip
 ENGINE_KINDS = ("decode", "first_token", "options")
-ENGINE_HEAD = ["engine", "measured", "of floor", "beside"]
+ENGINE_HEAD = ["engine", "measured", "of floor", "details"]
 
 
 def percent(share: float | None) -> str:
@@ -62,12 +62,12 @@ def _engine_line(row: Row) -> list[str]:
         without = f"{row['without_seconds'] * 1e3:.2f} ms without, device alone; {given}"
         return [row["name"], f"{row['with_seconds'] * 1e3:.2f} ms with", "", without]
     gap = "host-bound" if row["is_host_bound"] else f"gap {row['gap_seconds'] * 1e6:.0f} us"
-    beside = (
+    details = (
         f"step {row['step_seconds'] * 1e3:.2f} ms, device alone "
         f"{row['device_step_seconds'] * 1e3:.2f}, {gap}, host {row['host_seconds'] * 1e6:.0f} us"
     )
     speed = f"{row['tokens_per_second']:,.0f} tokens/s"
-    return [row["name"], speed, percent(row.get("of_floor")), beside]
+    return [row["name"], speed, percent(row.get("of_floor")), details]
 
 
 def problems(rows: Sequence[Row]) -> list[list[str]]:

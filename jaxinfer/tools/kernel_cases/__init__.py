@@ -1,9 +1,8 @@
 """The kernels' cases: calls of each operator at the shapes of real models, one module an operator.
 
-The compile gate compiles them, the device check runs and times them, the tuner searches tilings for
-them. A module has `cases() -> dict[str, Case]` and may have `tiny_cases()`, the same in sizes that
-an interpreter runs in a second or two: rehearsals on a CPU use those. `kernel_calls.py` has the
-means to call a case.
+The compile gate compiles them, the device check runs and times them, and the tuner searches tilings
+for them. A module has `cases() -> dict[str, Case]` and may have `tiny_cases()`, in sizes that an
+interpreter runs in a second or two, for rehearsals on a CPU. `kernel_calls.py` calls a case.
 """
 
 from __future__ import annotations
@@ -28,43 +27,43 @@ LONGEST_RUN = 4_194_301  # a prime
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A call of an operator, abstract, with the means to make it real and to judge it.
+    """An abstract call of an operator, with functions that make its arrays and judge its result.
 
     `arguments` is a tuple of pytrees of `jax.ShapeDtypeStruct`; arrays among `options` are abstract
     too. `make(rng)` returns `(arguments, options)` with NumPy arrays in their places, valid ones
     (a page table that points into the pool, say). The call is `function(*arguments, **options)`.
     """
 
-    function: Callable[..., Any]  # the front door
+    function: Callable[..., Any]  # the operator's public function
     arguments: Arguments
     options: Mapping[str, Any]
     make: Callable[[np.random.Generator], tuple[Arguments, dict[str, Any]]]
-    bytes_moved: int  # that a perfect kernel reads and writes once
-    flops: int  # of its products, 2 a multiply-add
+    bytes_moved: int  # read and written by a perfect kernel
+    flops: int  # of matrix products, 2 a multiply-add
     tolerance: float  # on ||out - ref|| / ||ref|| against the reference
     backends: tuple[str, ...] = ("tpu", "gpu")
-    targets: tuple[str, ...] = (*TPU, *GPU)  # of the compile gate, where the backend is for them
-    # The same job by PyTorch's best, for a comparison on a GPU: called as the front door is,
+    targets: tuple[str, ...] = (*TPU, *GPU)  # chips of the compile gate that run the case
+    # The same operation in PyTorch, for comparison on a GPU: called as the public function is,
     # `peer(*arguments, **options)`, with what `make` returned as CUDA tensors; returns a function
     # of nothing, to be timed. None: PyTorch has no such thing.
     peer: Callable[..., Callable[[], Any]] | None = None
-    is_tunable: bool = True  # its backends' `candidates` and `tiling_key` are for this front door
-    is_headline: bool = False  # the device check runs these before the others
+    is_tunable: bool = True  # its backends' `candidates` and `tiling_key` fit this function
+    is_headline: bool = False  # the device check runs headlines first
 
 
 Cases = dict[str, Case]
 
 
 def operators() -> list[str]:
-    """The operators that have a module of cases here."""
+    """The operators that have a module of cases."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
 def load(operator: str, *, tiny: bool = False) -> Cases:
-    """An operator's cases by name, or its tiny ones (none, where the module has none).
+    """Load an operator's cases by name, or its tiny ones, if any.
 
-    Raises `ValueError`, which names the module, for one that cannot be imported, whose `cases` fail
-    or that has none.
+    Raises `ValueError`, which names the module, where it cannot be imported, where its `cases`
+    fail, or where there are none.
     """
     try:
         module = importlib.import_module(f"{__name__}.{operator}")
@@ -83,7 +82,7 @@ def load(operator: str, *, tiny: bool = False) -> Cases:
 
 
 def load_all(names: list[str]) -> tuple[dict[str, Cases], dict[str, str]]:
-    """Cases of the operators that have sound modules, and why the others have none."""
+    """Load the cases of several operators; also return why modules are broken, by operator."""
     found: dict[str, Cases] = {}
     broken: dict[str, str] = {}
     for name in names:
@@ -95,9 +94,9 @@ def load_all(names: list[str]) -> tuple[dict[str, Cases], dict[str, str]]:
 
 
 def with_headlines(cases: Cases, names: tuple[str, ...]) -> Cases:
-    """The same cases in the same order, those of `names` marked as headlines.
+    """Mark the cases of `names` as headlines.
 
-    Raises `ValueError` for a name that is not there.
+    Raises `ValueError` for an unknown name.
     """
     if unknown := set(names) - set(cases):
         raise ValueError(f"no case {', '.join(sorted(unknown))}; there are {', '.join(cases)}")
@@ -109,10 +108,10 @@ def with_headlines(cases: Cases, names: tuple[str, ...]) -> Cases:
 def random_array(
     rng: np.random.Generator, spec: jax.ShapeDtypeStruct, scale: float = 1.0
 ) -> np.ndarray:
-    """Normal numbers of a spec's shape and type; of int8, whole numbers over its range.
+    """Draw normal numbers of a spec's shape and type, or integers over the range of int8.
 
-    A large array repeats a run of them whose length is prime, so that no two rows are alike: a
-    pool of a billion numbers takes a second, not a minute.
+    A large array repeats a run of prime length, so that no two rows are equal: a pool of a billion
+    numbers then takes a second instead of a minute.
     """
     size = math.prod(spec.shape)
     count = min(size, LONGEST_RUN)

@@ -51,7 +51,7 @@ def tiny_cases() -> dict[str, Case]:
 def _case(
     T: int, D: int, *, has_residual: bool = True, is_centred: bool = False, **options: Any
 ) -> Case:
-    """bfloat16; weights are about 1."""
+    """A case in bfloat16, with weights around 1."""
     tokens = jax.ShapeDtypeStruct((T, D), jnp.bfloat16)
     of_model = jax.ShapeDtypeStruct((D,), jnp.bfloat16)
     arguments = (tokens, tokens if has_residual else None, of_model)
@@ -98,7 +98,7 @@ def _rms_peer(x, residual, weight, *, eps, offset=0.0):
 
 
 def _layer_peer(x, residual, weight, bias, *, eps):
-    """As `_rms_peer`."""
+    """PyTorch's sum, then its fused LayerNorm."""
     import torch
 
     def run():

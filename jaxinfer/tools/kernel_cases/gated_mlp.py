@@ -59,7 +59,7 @@ def _case(
     bits: int = 16,
     group_size: int | None = None,
 ) -> Case:
-    """bfloat16 but for the weights' values and their float32 scales."""
+    """A case in bfloat16, except for the weights' values and their float32 scales."""
     x = jax.ShapeDtypeStruct((T, D), jnp.bfloat16)
     weight = weight_spec((2, D, F), bits, group_size)
     bias = jax.ShapeDtypeStruct((2, F), jnp.bfloat16) if has_bias else None
@@ -76,7 +76,8 @@ def _case(
 
 
 def weight_spec(shape: tuple[int, int, int], bits: int, group_size: int | None) -> Any:
-    """bfloat16, or a `QuantArray` without zeros; `group_size` None: a scale a column."""
+    """A bfloat16 spec, or a `QuantArray` without zeros; `group_size` None means a scale per
+    column."""
     E, D, F = shape
     if bits == 16:
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
@@ -93,10 +94,10 @@ def weight_bytes(weight: Any) -> int:
 
 
 def random_weight(rng, weight: Any) -> Any:
-    """Products with it are about as large as what is multiplied."""
+    """Draw a weight whose products are about as large as the inputs."""
     if not isinstance(weight, QuantArray):
         return random_array(rng, weight, weight.shape[1] ** -0.5)
-    spread = 4.6 if weight.bits == 4 else 73.0  # of whole numbers over the range
+    spread = 4.6 if weight.bits == 4 else 73.0  # standard deviation of integers over the range
     scales = 1 + random_array(rng, weight.scales, 0.1)
     return QuantArray(
         random_array(rng, weight.values),

@@ -53,11 +53,12 @@ def tiny_cases() -> dict[str, Case]:
 
 
 def _case(T: int, *, E: int, D: int, F: int, bits: int = 16, group_size: int | None = None) -> Case:
-    """bfloat16 but for the weights' values and scales; every row is in a group, by even chances."""
+    """A case in bfloat16, except for the weights' values and scales; rows are assigned to groups
+    uniformly."""
     x = jax.ShapeDtypeStruct((T, D), jnp.bfloat16)
     weight = weight_spec((E, D, F), bits, group_size)
     sizes = jax.ShapeDtypeStruct((E,), jnp.int32)
-    share_used = 1 - (1 - 1 / E) ** T  # of the experts, on average
+    share_used = 1 - (1 - 1 / E) ** T  # share of the experts in use, on average
     return Case(
         function=grouped_matmul,
         arguments=(x, weight, sizes),
@@ -77,7 +78,7 @@ def _make(x, weight, sizes, rng):
 
 
 def _peer(x, weight, sizes):
-    """PyTorch's product of each group that has rows, the sizes known beforehand."""
+    """PyTorch's product of each group that has rows, with sizes known in advance."""
     import torch
 
     ends = [0, *np.cumsum(sizes.tolist()).tolist()]

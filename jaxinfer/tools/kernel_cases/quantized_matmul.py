@@ -66,7 +66,7 @@ def cases() -> dict[str, Case]:
 
 
 def tiny_cases() -> dict[str, Case]:
-    """The variants, at sizes that an emulator does quickly."""
+    """The variants at sizes that an emulator runs quickly."""
     return {
         "int8": _case(5, (128, 136), INT8),
         "int4 zeros": _case(5, (256, 136), {**INT4, "has_zeros": True}),
@@ -81,7 +81,7 @@ def _case(
     weights: dict[str, Any],
     activation_dtype: str | None = None,
 ) -> Case:
-    """bfloat16 tokens; where they are quantized, that is part of the call."""
+    """A case with bfloat16 tokens; quantizing them is part of the call."""
     D, F = shape
     x = jax.ShapeDtypeStruct((T, D), jnp.bfloat16)
     whole = jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -101,7 +101,7 @@ def _case(
 
 
 def _activations(T: int, D: int, dtype: str) -> Case:
-    """Quantizing tokens alone."""
+    """A case that only quantizes tokens."""
     x = jax.ShapeDtypeStruct((T, D), jnp.bfloat16)
     is_float = dtype == "float8_e4m3fn"
     return Case(
@@ -155,7 +155,7 @@ def _bfloat16_peer(x: Any, weight: QuantArray, **options: Any) -> Callable[[], A
 
 
 def _to_numpy(a: Any) -> np.ndarray:
-    """NumPy has no float8 for PyTorch: by bytes."""
+    """Convert to NumPy; float8 goes by its bytes, since NumPy lacks the type."""
     import torch  # type: ignore[import-not-found]
 
     if a.dtype == torch.float8_e4m3fn:

@@ -20,7 +20,7 @@ B = 128  # tokens a page
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
-    """One device's share of a model; `half` None: nothing is turned."""
+    """One device's share of a model; `half` is the rotated half of a head, None without RoPE."""
 
     num_heads: int
     num_kv_heads: int
@@ -31,7 +31,7 @@ class Heads:
 LLAMA3_8B = Heads(32, 8, 128, 64)
 LLAMA3_70B_8 = Heads(8, 1, 128, 64)  # Llama-3-70B over 8 devices
 LLAMA32_1B = Heads(32, 8, 64, 32)
-PHI2 = Heads(32, 32, 80, 16)  # two fifths of a head turn
+PHI2 = Heads(32, 32, 80, 16)  # two fifths of a head are rotated
 GPT2 = Heads(12, 12, 64, None)
 
 
@@ -44,27 +44,27 @@ def write_case(
     is_folded: bool = False,
     targets: tuple[str, ...] = (*TPU, *GPU),
 ) -> Case:
-    """bfloat16; up to 64 tokens are decodes, each of a row of its own, more are one row's chunk."""
+    """A case in bfloat16. Up to 64 tokens are decodes of one row each; more are one row's chunk."""
     T, N, K, H = num_tokens, heads.num_heads, heads.num_kv_heads, heads.head_dim
     spec: Any = jax.ShapeDtypeStruct
     rows, lanes = rows_and_lanes(B, H) if is_folded else (B, H)
     stored = spec((num_pages, K, rows, lanes), cache_dtype)
     is_scaled = stored.dtype.itemsize == 1
     scales = spec((num_pages, K, B), jnp.float32) if is_scaled else None
-    turn = None if heads.half is None else spec((T, heads.half), jnp.float32)
-    of_step = (spec((T, N, H), jnp.bfloat16), *[spec((T, K, H), jnp.bfloat16)] * 2)
+    angles = None if heads.half is None else spec((T, heads.half), jnp.float32)
+    tokens = (spec((T, N, H), jnp.bfloat16), *[spec((T, K, H), jnp.bfloat16)] * 2)
     ids = spec((T,), jnp.int32)
     pages = KVPages(stored, stored, scales, scales)
-    q, k, v = of_step
-    arguments = (q, NewTokens(k, v, ids, ids), None if turn is None else (turn, turn), pages)
-    turned_bytes = 0 if turn is None else T * (2 * 2 * N * H + 8 * turn.shape[1])
+    q, k, v = tokens
+    arguments = (q, NewTokens(k, v, ids, ids), None if angles is None else (angles, angles), pages)
+    rotated_bytes = 0 if angles is None else T * (2 * 2 * N * H + 8 * angles.shape[1])
     written = 2 * T * K * (H * stored.dtype.itemsize + 4 * is_scaled)
     return Case(
         function=rope_and_write,
         arguments=arguments,
         options={},
         make=lambda rng: (_made(rng, arguments), {}),
-        bytes_moved=turned_bytes + 2 * 2 * T * K * H + written + 8 * T,
+        bytes_moved=rotated_bytes + 2 * 2 * T * K * H + written + 8 * T,
         flops=0,
         tolerance={"int8": 2e-2, "float8_e4m3fn": 4e-2}.get(stored.dtype.name, 1e-2),
         backends=("tpu",) if is_folded else ("tpu", "gpu"),
@@ -101,7 +101,8 @@ HEADLINES = (
 
 
 def cases() -> dict[str, Case]:
-    """On TPUs the decodes and the folded prefill stand for the rest, whose turn takes XLA long."""
+    """On TPUs the decodes and the folded prefill represent the rest, which XLA takes long to
+    compile."""
     int8, float8 = jnp.int8, jnp.float8_e4m3fn
     on_gpu: dict[str, Any] = {"targets": GPU}
     folded: dict[str, Any] = {"is_folded": True, "targets": TPU}

@@ -1,10 +1,10 @@
 """gRPC calls as hand-made HTTP/2 frames, one call a connection, for bursts of many clients.
 
-A burst is over in a tenth of a second, in which grpc.aio, at 370 us of client work a call against
-110 here (2 busy cores of an AMD EPYC, 2026-11-29), would show itself and not the server. This is
-the least that a gRPC server takes for a client: it reads no headers but the status, which servers
-on gRPC's C core write as plain text in a connection's first answer. `GrpcClient` is for everything
-else.
+A burst ends within a tenth of a second, in which grpc.aio, with 370 us of client work a call
+against 110 here (2 busy cores of an AMD EPYC, 2026-11-29), would measure itself and not the server.
+This client does the minimum that a gRPC server accepts: it reads no header but the status, which
+servers on gRPC's C core write as plain text in a connection's first answer. Use `GrpcClient` for
+everything else.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from jaxinfer.tools.load_client.workload import LoadJob
 DATA, HEADERS, RESET, SETTINGS, PING, GOAWAY = 0, 1, 3, 4, 6, 7
 END_STREAM = ACK = 1
 END_HEADERS = 4
-STREAM = 1  # the only one of a connection
+STREAM = 1  # the only stream of a connection
 STATUSES = {str(code.value[0]): code.name for code in grpc.StatusCode}
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    """RFC 9113, section 4.1."""
+    """Encode a frame (RFC 9113, section 4.1)."""
     head = len(payload).to_bytes(3, "big") + bytes([kind, flags])
     return head + stream.to_bytes(4, "big") + payload
 
@@ -40,7 +40,7 @@ def _literal(text: str) -> bytes:
 
 
 def request_headers(address: str, api_key: str | None) -> bytes:
-    """A HEADERS frame for `Generate`; RFC 7541's literals that no table remembers."""
+    """A HEADERS frame for `Generate`, of literals without indexing (RFC 7541, section 6.2.2)."""
     block = b"\x83\x86" + b"\x04" + _literal(METHOD) + b"\x01" + _literal(address)
     fields = {"content-type": "application/grpc", "te": "trailers"}
     if api_key is not None:
@@ -51,19 +51,19 @@ def request_headers(address: str, api_key: str | None) -> bytes:
 
 
 def plain_header(block: bytes, name: str) -> str | None:
-    """The value of a header that is written out in a header block; None if it is not there."""
+    """The value of a plain-text header in a header block; None if there is none."""
     start = block.find(_literal(name))
     if start < 0:
         return None
     start += 1 + len(name)
     length = block[start]
-    if length >= 127:  # compressed, or longer than one byte tells
+    if length >= 127:  # compressed, or a length of several bytes
         return None
     return block[start + 1 : start + 1 + length].decode("latin-1")
 
 
 class FrameConnection(asyncio.Protocol):
-    """One connection and its one call."""
+    """One connection, which carries one call."""
 
     def __init__(self):
         loop = asyncio.get_running_loop()
@@ -73,7 +73,7 @@ class FrameConnection(asyncio.Protocol):
         self._record: Record | None = None
 
     def call(self, request: bytes, record: Record, clock: Clock) -> None:
-        """Send the frames of a request; `is_done` tells when it has been answered."""
+        """Send the frames of a request; `is_done` is set when it has been answered."""
         self._record, self._clock = record, clock
         self.transport.write(request)
 
@@ -133,11 +133,11 @@ class FrameConnection(asyncio.Protocol):
         for future in (self.is_ready, self.is_done):
             if not future.done():
                 future.set_exception(RequestFailed(kind, detail))
-                future.exception()  # it may be that nobody waits for this one
+                future.exception()  # mark it as retrieved, since no one may await it
 
 
 class FrameClient:
-    """Sends each job on a connection of its own, which `open` has made ready."""
+    """Sends each job on its own connection, which `open` prepares."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class FrameClient:
         self._idle: list[FrameConnection] = []
 
     async def open(self, count: int) -> None:
-        """Have `count` connections ready."""
+        """Open `count` connections in advance."""
         loop = asyncio.get_running_loop()
         host, _, port = self._address.rpartition(":")
         for _ in range(count):
@@ -167,12 +167,12 @@ class FrameClient:
         for connection in self._idle:
             connection.transport.abort()
         self._idle.clear()
-        await asyncio.sleep(0)  # transports close in the next turn
+        await asyncio.sleep(0)  # transports close in the next iteration of the event loop
 
     async def send(
         self, job: LoadJob, record: Record, clock: Clock, fields: Mapping[str, Any] | None = None
     ) -> None:
-        """Send a job and fill its record as the answer comes; raises `RequestFailed`."""
+        """Send a job and fill its record as the answer arrives; raises `RequestFailed`."""
         if not self._idle:
             await self.open(1)
         connection = self._idle.pop()

@@ -1,4 +1,4 @@
-"""The load client's gRPC side: `Generate` of `jaxinfer.v1.Inference`, timed as HTTP streams are."""
+"""The load client for gRPC: `Generate` of `jaxinfer.v1.Inference`, timed as HTTP streams are."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from jaxinfer.tools.load_client.record import Record
 from jaxinfer.tools.load_client.workload import LoadJob, WorkloadError
 
 METHOD = "/jaxinfer.v1.Inference/Generate"
-# Each channel has a connection of its own: as many clients, not one that multiplexes.
+# Each channel has its own connection, like many clients instead of one that multiplexes.
 OPTIONS = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
 
 
 class GrpcClient:
     """Sends jobs as `Generate` calls.
 
-    `fields` go into every message: names of `GenerateRequest` or of its `SamplingParams`.
+    `fields` are set in every message: names of `GenerateRequest` or of its `SamplingParams`.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class GrpcClient:
         self._next = itertools.count()
 
     async def open(self, count: int) -> None:
-        """Have `count` connections ready; calls take them in turn."""
+        """Open `count` connections in advance; calls use them round-robin."""
         self._channels += [self._channel() for _ in range(count - len(self._channels))]
         await asyncio.gather(*(channel.channel_ready() for channel in self._channels))
 
@@ -50,10 +50,10 @@ class GrpcClient:
     async def send(
         self, job: LoadJob, record: Record, clock: Clock, fields: Mapping[str, Any] | None = None
     ) -> None:
-        """Send a job and fill its record as the answer comes; raises `RequestFailed`.
+        """Send a job and fill its record as the answer arrives; raises `RequestFailed`.
 
-        `fields` go into this message alone; `deadline_s` becomes the call's own deadline. If it is
-        cancelled the call is too.
+        `fields` are set in this message alone; `deadline_s` becomes the deadline of the call.
+        Cancellation cancels the call.
         """
         fields = dict(fields or {})
         deadline_s = fields.pop("deadline_s", None)
@@ -88,7 +88,7 @@ class GrpcClient:
 
 
 def request_template(model: str, fields: Mapping[str, Any]) -> pb.GenerateRequest:
-    """What all requests of a load have in common."""
+    """The fields that all requests of a load share."""
     template = pb.GenerateRequest(model=model)
     _set_fields(template, fields)
     return template
@@ -97,7 +97,7 @@ def request_template(model: str, fields: Mapping[str, Any]) -> pb.GenerateReques
 def request_message(
     template: pb.GenerateRequest, job: LoadJob, fields: Mapping[str, Any]
 ) -> pb.GenerateRequest:
-    """The message that asks for a job."""
+    """The message of a job's request."""
     message = pb.GenerateRequest()
     message.CopyFrom(template)
     if isinstance(job.prompt, str):

@@ -1,11 +1,11 @@
 """A light HTTP/1.1 client for streamed answers of OpenAI-compatible servers.
 
-Written by hand because client and server share a machine's cores when this project measures
+It is written by hand because client and server share a machine's cores when this project measures
 itself: an event costs it 19 us of processor time, aiohttp 30 and httpx 78 (medians of four
-alternating rounds of 16 streams on asyncio's own loop, 2 busy cores of an AMD EPYC, 2026-11-29).
-Its part of HTTP is what such servers use: a POST with a JSON body, a reply with a length, in
-chunks, or up to the connection's end, and server-sent events in it. Connections are kept and used
-again.
+alternating rounds of 16 streams on asyncio's own loop, 2 busy cores of an AMD EPYC, 2026-11-29). It
+implements the part of HTTP that such servers use: a POST with a JSON body; a reply with a length,
+in chunks, or up to the connection's end; and server-sent events. Connections are kept alive and
+reused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Clock = Callable[[], float]  # seconds since the load's start
 
 
 class RequestFailed(Exception):
-    """A request that got no whole answer: its kind, and what was said about it."""
+    """A request without a complete answer: the kind of failure, and its message."""
 
     def __init__(self, kind: str, detail: str):
         super().__init__(detail)
@@ -33,7 +33,7 @@ class RequestFailed(Exception):
 
 
 class EventReader:
-    """Cuts server-sent events out of bytes as they come; `on_event` gets each one's data."""
+    """Splits arriving bytes into server-sent events; `on_event` receives the data of each."""
 
     def __init__(self, on_event: Callable[[bytes], None]):
         self._on_event = on_event
@@ -55,13 +55,13 @@ class EventReader:
 
 
 class Connection(asyncio.Protocol):
-    """One connection, one exchange at a time."""
+    """One connection, which carries one request and reply at a time."""
 
     def __init__(self):
         self.transport: asyncio.Transport | None = None
         self.num_exchanges = 0
         self.can_be_reused = True
-        self.has_reply = False  # a byte of the current reply has come
+        self.has_reply = False  # a byte of the current reply has arrived
         self._done: asyncio.Future[None] | None = None
         self._on_head: Callable[[int, Mapping[str, str]], Callable[[bytes], None]]
 
@@ -72,7 +72,7 @@ class Connection(asyncio.Protocol):
     ) -> None:
         """Send `request` and wait for the end of its reply.
 
-        `on_head(status, headers)` returns what takes the body as it comes. Raises `RequestFailed`.
+        `on_head(status, headers)` returns a consumer of the body's bytes. Raises `RequestFailed`.
         """
         self.num_exchanges += 1
         self.has_reply = False
@@ -106,7 +106,7 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._done is None or self._done.done():
-            return self.abort()  # nobody asked for this
+            return self.abort()  # data without a request
         self.has_reply = True
         try:
             self._rest = self._parse(self._rest + data if self._rest else data)
@@ -115,7 +115,7 @@ class Connection(asyncio.Protocol):
             self.abort()
 
     def abort(self) -> None:
-        """Cut the connection, whatever is under way."""
+        """Close the connection at once."""
         self.can_be_reused = False
         if self.transport is not None:
             self.transport.abort()
@@ -124,7 +124,7 @@ class Connection(asyncio.Protocol):
         if self._done is not None and not self._done.done():
             self._done.set_exception(RequestFailed(kind, detail))
 
-    # Each parser takes what has come and returns what it cannot use yet.
+    # Each parser takes the bytes that have arrived and returns those that it cannot use yet.
 
     def _head(self, data: bytes) -> bytes:
         end = data.find(b"\r\n\r\n")
@@ -133,7 +133,7 @@ class Connection(asyncio.Protocol):
         first, *lines = data[:end].decode("latin-1").split("\r\n")
         status = int(first.split(" ", 2)[1])
         if not first.startswith("HTTP/1."):
-            raise ValueError(f"{first!r} is no status line of HTTP/1.1")
+            raise ValueError(f"{first!r} is not a status line of HTTP/1.1")
         if 100 <= status < 200:
             return self._head(data[end + 4 :])
         pairs = (line.partition(":") for line in lines)
@@ -187,7 +187,7 @@ class Connection(asyncio.Protocol):
 class HttpClient:
     """Sends jobs to `/v1/completions` or `/v1/chat/completions` and times their streams.
 
-    `fields` go into every body, so whatever a server understands can be asked for.
+    `fields` are added to every body, so any option of a server can be used.
     """
 
     def __init__(
@@ -216,28 +216,30 @@ class HttpClient:
         self._idle: list[Connection] = []
 
     async def open(self, count: int) -> None:
-        """Have `count` connections ready, so that sending does not wait for them."""
+        """Open `count` connections in advance, so that sending does not wait for them."""
         self._idle += await asyncio.gather(*(self._connect() for _ in range(count)))
 
     async def close(self) -> None:
         for connection in self._idle:
             connection.abort()
         self._idle.clear()
-        await asyncio.sleep(0)  # transports close in the next turn
+        await asyncio.sleep(0)  # transports close in the next iteration of the event loop
 
     async def send(
         self, job: LoadJob, record: Record, clock: Clock, fields: Mapping[str, Any] | None = None
     ) -> None:
-        """Send a job and fill its record as the answer comes; raises `RequestFailed` or `OSError`.
+        """Send a job and fill its record as the answer arrives; raises `RequestFailed` or
+        `OSError`.
 
-        `fields` go into this body alone. If it is cancelled the connection is cut.
+        `fields` are added to this body alone. Cancellation closes the connection.
         """
         reply = _Reply(record, clock)
         await self._request("POST", self._path, self.body(job, fields or {}), reply.head)
         reply.check()
 
     async def get(self, path: str) -> bytes:
-        """The body of a page, relative to the server's root; raises if it is not there."""
+        """Get the body of a path relative to the server's root; raises `RequestFailed` without
+        200."""
         record = Record(0, 0.0)
         reply = _Reply(record, lambda: 0.0)
         await self._request("GET", self._root + path, b"", reply.head)
@@ -246,7 +248,7 @@ class HttpClient:
         return bytes(reply.body)
 
     def body(self, job: LoadJob, fields: Mapping[str, Any]) -> bytes:
-        """The JSON that asks for a job."""
+        """The JSON body of a job's request."""
         body = self._fields | {"max_tokens": job.max_tokens} | dict(fields)
         if self._is_chat:
             body["messages"] = [{"role": "user", "content": job.prompt}]
@@ -255,7 +257,7 @@ class HttpClient:
         return json.dumps(body).encode()
 
     def request(self, method: str, path: str | None, body: bytes) -> bytes:
-        """The bytes of a request; `path` None: the one for jobs."""
+        """The bytes of a request; `path` None is the path of jobs."""
         head = f"{method} {path or self._path} HTTP/1.1\r\n{self._headers}"
         if body:
             head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
@@ -269,7 +271,7 @@ class HttpClient:
                 await connection.exchange(request, on_head)
                 break
             except RequestFailed as failure:
-                # The server may close a kept connection just as it is used again: not its fault.
+                # The server may close an idle connection just as it is reused: retry.
                 was_stale = connection.num_exchanges > 1 and not connection.has_reply
                 if not (failure.kind == "disconnected" and was_stale):
                     raise
@@ -300,7 +302,7 @@ class _Reply:
     """Reads one answer into a record."""
 
     def __init__(self, record: Record, clock: Clock):
-        self.body = bytearray()  # where it is no stream
+        self.body = bytearray()  # of a reply that is not a stream
         self._record = record
         self._clock = clock
         self._is_stream = False
@@ -312,7 +314,7 @@ class _Reply:
         return self.body.decode("utf-8", "replace")[:300]
 
     def head(self, status: int, headers: Mapping[str, str]) -> Callable[[bytes], None]:
-        """Takes the head of the reply; returns what takes its body."""
+        """Read the head of the reply; return a consumer of its body."""
         self._record.status = str(status)
         if status == 200 and headers.get("content-type", "").startswith("text/event-stream"):
             self._is_stream = True
@@ -325,7 +327,7 @@ class _Reply:
             return
         event = json.loads(data)
         if not isinstance(event, dict):
-            raise ValueError(f"the event {data[:100]!r} is no JSON object")
+            raise ValueError(f"the event {data[:100]!r} is not a JSON object")
         if event.get("error"):
             self._error = event["error"]
             return
@@ -339,7 +341,7 @@ class _Reply:
                 return
 
     def check(self) -> None:
-        """Raise unless the answer came whole."""
+        """Raise `RequestFailed` unless the answer is complete."""
         record = self._record
         if record.status != "200":
             raise RequestFailed(f"HTTP {record.status}", self.text)

@@ -1,7 +1,7 @@
-"""Sends a load and records what becomes of it: open loop or closed, in one process or several.
+"""Send a load and record the answers: open or closed loop, in one process or several.
 
 Open loop: every request is sent at its time, whether or not earlier ones have been answered, as
-independent users do; a slow server then meets a growing queue instead of a waiting client.
+independent users would; a slow server then faces a growing queue instead of a waiting client.
 Closed loop: N clients, each of which sends its next request when its last one has ended.
 """
 
@@ -19,11 +19,11 @@ from jaxinfer.tools.load_client.http import Clock, HttpClient, RequestFailed
 from jaxinfer.tools.load_client.record import LoadResult, Record
 from jaxinfer.tools.load_client.workload import LoadJob
 
-PROBE_S = 0.05  # between two looks at how late the client's event loop is
+PROBE_S = 0.05  # between two measurements of the event loop's delay
 
 
 class Client(Protocol):
-    """One door of a server."""
+    """A client of one endpoint of a server."""
 
     async def open(self, count: int) -> None: ...
 
@@ -36,9 +36,9 @@ class Client(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Endpoint:
-    """Where a load goes; plain data, so that every client process can open it for itself.
+    """The endpoint that receives a load; plain data, so that every client process can connect.
 
-    `fields` go into every request: JSON of the HTTP body, or fields of the gRPC message.
+    `fields` are added to every request: to the JSON of the HTTP body, or to the gRPC message.
     """
 
     api: str  # "completions", "chat", "grpc", or "frames": gRPC by load_client.frames
@@ -48,14 +48,16 @@ class Endpoint:
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def client(self) -> Client:
-        """A client, for the running event loop."""
+        """Make a client for the running event loop."""
         common: dict[str, Any] = {
             "model": self.model,
             "api_key": self.api_key,
             "fields": self.fields,
         }
         if self.api == "grpc":
-            from jaxinfer.tools.load_client.grpc import GrpcClient  # here: HTTP needs none of it
+            from jaxinfer.tools.load_client.grpc import (
+                GrpcClient,
+            )  # imported here, since HTTP does not need it
 
             return GrpcClient(self.address, **common)
         if self.api == "frames":
@@ -67,7 +69,7 @@ class Endpoint:
 
 @contextlib.asynccontextmanager
 async def open_client(target: Endpoint, connections: int = 0) -> AsyncIterator[Client]:
-    """A client with connections ready."""
+    """Open a client with `connections` connections ready."""
     client = target.client()
     try:
         if connections:
@@ -85,13 +87,13 @@ async def send_one(
     timeout_s: float,
     fields: Mapping[str, Any] | None = None,
 ) -> None:
-    """Send a job; whatever goes wrong is recorded, not raised."""
+    """Send a job; an error is recorded, not raised."""
     record.sent = clock()
     try:
         async with asyncio.timeout(timeout_s):
             await client.send(job, record, clock, fields)
     except TimeoutError:
-        record.error, record.detail = "timeout", f"no whole answer in {timeout_s} s"
+        record.error, record.detail = "timeout", f"no complete answer in {timeout_s} s"
     except RequestFailed as failure:
         record.error, record.detail = failure.kind, failure.detail
     except OSError as error:
@@ -111,9 +113,9 @@ async def run_load(
 ) -> LoadResult:
     """Send all jobs and wait for all of them to end.
 
-    Open loop where `clients` is None, and each job then has a time. `start` is a moment of
-    `time.monotonic` (now, where None); `indices` number the records (from 0 on, where None).
-    `result` is filled as the load goes on, for who wants to watch it.
+    The load is an open loop where `clients` is None; each job then has a time. `start` is a moment
+    of `time.monotonic` (None: now); `indices` number the records (None: from 0). `result` is filled
+    during the load, so that a caller can watch it.
     """
     start = time.monotonic() if start is None else start
     clock: Clock = lambda: time.monotonic() - start
@@ -179,14 +181,14 @@ async def _watch_lag(lags_s: list[float]) -> None:
 async def load_endpoint(
     target: Endpoint, jobs: Sequence[LoadJob], *, timeout_s: float, clients: int | None = None
 ) -> LoadResult:
-    """`run_load` with a client of its own; closed-loop clients have their connections ready."""
+    """`run_load` with a new client; the connections of closed-loop clients are opened first."""
     async with open_client(target, clients or 0) as client:
         return await run_load(client, jobs, timeout_s=timeout_s, clients=clients)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Share:
-    """What one client process does."""
+    """The share of a load that one client process sends."""
 
     target: Endpoint
     jobs: Sequence[LoadJob]
@@ -203,7 +205,7 @@ def load_in_processes(
     clients: int | None = None,
     processes: int = 1,
 ) -> LoadResult:
-    """`load_endpoint`, its jobs dealt out to several processes that start at the same moment."""
+    """`load_endpoint` with the jobs divided among several processes that start simultaneously."""
     if processes == 1:
         return asyncio.run(load_endpoint(target, jobs, timeout_s=timeout_s, clients=clients))
     context = multiprocessing.get_context("spawn")
@@ -219,7 +221,7 @@ def load_in_processes(
         workers.append((worker, ours))
     try:
         for _, pipe in workers:
-            pipe.recv()  # it is connected
+            pipe.recv()  # the worker is connected
         start = time.monotonic() + 0.1
         for _, pipe in workers:
             pipe.send(start)

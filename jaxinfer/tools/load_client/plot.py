@@ -1,4 +1,4 @@
-"""A picture of a load: distributions of its latencies, and what happened over time."""
+"""Plot a load: distributions of its latencies, and its course over time."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def write_plot(path: str | Path, result: LoadResult, slo: Slo, title: str) -> No
 def _distribution(
     axes: Any, curves: Mapping[str, Sequence[float]], slo_ms: float, unit: str
 ) -> None:
-    """The share of values up to each one."""
+    """Plot the cumulative share of values."""
     for name, values in curves.items():
         if values:
             ordered = np.sort(values)
@@ -48,7 +48,7 @@ def _distribution(
 
 
 def _over_time(axes: Any, result: LoadResult) -> None:
-    """Events a second, and requests under way."""
+    """Plot events a second, and active requests."""
     times = [t for record in result.records for t in record.times]
     seconds = max(1.0, max((record.end for record in result.records), default=1.0))
     edges = np.linspace(0, seconds, 61)
@@ -56,19 +56,19 @@ def _over_time(axes: Any, result: LoadResult) -> None:
     axes.stairs(counts / (edges[1] - edges[0]), edges, label="text events a second")
     axes.set(xlabel="seconds since the start", ylabel="events a second")
     axes.grid(alpha=0.3)
-    beside = axes.twinx()
+    right_axis = axes.twinx()
     changes = sorted(
         [(record.sent, 1) for record in result.records]
         + [(record.end, -1) for record in result.records]
     )
     under_way = np.cumsum([change for _, change in changes])
-    beside.step([t for t, _ in changes], under_way, where="post", color="tab:orange")
-    beside.set_ylabel("requests under way", color="tab:orange")
+    right_axis.step([t for t, _ in changes], under_way, where="post", color="tab:orange")
+    right_axis.set_ylabel("active requests", color="tab:orange")
     axes.legend(loc="upper right")
 
 
 def _starts(axes: Any, result: LoadResult, slo: Slo) -> None:
-    """Each request by the moment it was sent: its time to first token, or that it failed."""
+    """Plot each request at the time it was sent: its time to first token, or its failure."""
     good = [(r.sent, r.ttft_s * 1e3) for r in result.answered if r.ttft_s is not None]
     failed = [(r.sent, r.e2e_s * 1e3) for r in result.records if r.error is not None]
     for name, points, marker in (("first token", good, "."), ("failed after", failed, "x")):
@@ -82,7 +82,7 @@ def _starts(axes: Any, result: LoadResult, slo: Slo) -> None:
 
 
 def _plain_ticks(axis: Any) -> None:
-    """1, 2, 5, 10, ... on a logarithmic axis: powers alone say little over a narrow range."""
+    """Label 1, 2, 5, 10, ... on a logarithmic axis; powers of ten are too few in a narrow range."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axis.set_major_locator(LogLocator(subs=(1, 2, 5)))

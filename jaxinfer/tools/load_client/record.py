@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-# Beyond these the client, not the server, may be what was measured.
+# Above these limits the figures may be those of the client, not of the server.
 MAX_LATE_S = 0.02
 MAX_CPU_SHARE = 0.8
 
@@ -31,14 +31,14 @@ class Record:
 
     index: int
     scheduled: float
-    sent: float = 0.0  # the client turned to it
-    times: list[float] = dataclasses.field(default_factory=list)  # of each event with text
+    sent: float = 0.0  # when the client began to send it
+    times: list[float] = dataclasses.field(default_factory=list)  # times of the events with text
     end: float = 0.0
-    prompt_tokens: int = 0  # as the server counts them; 0: it did not say
-    output_tokens: int = 0  # as the server counts them; else one an event
-    status: str = ""  # the protocol's own: "200", "429", "OK", "RESOURCE_EXHAUSTED"; "": none came
-    error: str | None = None  # its kind: the status, "timeout", "disconnected", ...
-    detail: str = ""  # what was said about it
+    prompt_tokens: int = 0  # the server's count; 0: it reported none
+    output_tokens: int = 0  # the server's count, or else the number of events
+    status: str = ""  # of the protocol: "200", "429", "OK", "RESOURCE_EXHAUSTED"; "": none
+    error: str | None = None  # the kind: the status, "timeout", "disconnected", ...
+    detail: str = ""  # the error's message
 
     @property
     def ttft_s(self) -> float | None:
@@ -54,18 +54,18 @@ class Record:
 
     @property
     def gaps_s(self) -> list[float]:
-        """Between one event and the next."""
+        """Seconds between consecutive events."""
         return [b - a for a, b in zip(self.times, self.times[1:], strict=False)]
 
     @property
     def token_s(self) -> float:
-        """Mean seconds a token after the first; 0 where there is no second."""
+        """The mean seconds a token after the first; 0 with fewer than two tokens."""
         if self.output_tokens < 2 or not self.times:
             return 0.0
         return (self.times[-1] - self.times[0]) / (self.output_tokens - 1)
 
     def meets(self, slo: Slo) -> bool:
-        """Answered whole and in time."""
+        """Whether the answer is complete and within the objective."""
         in_time = self.ttft_s is not None and self.ttft_s <= slo.ttft_s
         return self.error is None and in_time and self.token_s <= slo.token_s
 
@@ -80,15 +80,15 @@ class Slo:
 
 @dataclasses.dataclass
 class LoadResult:
-    """Records of a load, from one client process or several."""
+    """The records of a load, from one client process or several."""
 
     records: list[Record]
-    lags_s: list[float]  # how late the client's event loop was, sampled
-    cpu_shares: list[float]  # of a core, by client process
+    lags_s: list[float]  # sampled delays of the client's event loop
+    cpu_shares: list[float]  # share of a core that each client process used
 
     @classmethod
     def merged(cls, parts: Iterable[LoadResult]) -> LoadResult:
-        """What several client processes, started at the same moment, brought together."""
+        """Merge the results of several client processes that started simultaneously."""
         whole = cls([], [], [])
         for part in parts:
             whole.records += part.records
@@ -103,19 +103,19 @@ class LoadResult:
 
     @property
     def seconds(self) -> float:
-        """From the first request's sending to the last one's end."""
+        """Seconds from the sending of the first request to the end of the last."""
         if not self.records:
             return 0.0
         return max(r.end for r in self.records) - min(r.sent for r in self.records)
 
     @property
     def tokens_per_s(self) -> float:
-        """Output tokens of answered requests."""
+        """Output tokens a second of answered requests."""
         tokens = sum(record.output_tokens for record in self.answered)
         return tokens / self.seconds if self.seconds else 0.0
 
     def warnings(self) -> list[str]:
-        """Why these figures may be the client's own."""
+        """The reasons why the figures may be limited by the client."""
         texts = []
         late = percentile([r.late_s for r in self.records], 99)
         lag, share = percentile(self.lags_s, 99), max(self.cpu_shares, default=0.0)
@@ -129,7 +129,7 @@ class LoadResult:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """By linear interpolation between the nearest ranks; 0 of nothing."""
+    """A percentile, linearly interpolated between the nearest ranks; 0 of no values."""
     return float(np.percentile(values, percent)) if len(values) else 0.0
 
 
@@ -141,7 +141,7 @@ def _spread_ms(values: Sequence[float]) -> dict[str, float | int]:
 
 
 def summary(result: LoadResult, slo: Slo) -> dict[str, Any]:
-    """Every figure of a load, ready for JSON; latencies in milliseconds, of answered requests."""
+    """All figures of a load as JSON values; latencies are in milliseconds, of answered requests."""
     answered, seconds = result.answered, result.seconds
     good = [record for record in answered if record.meets(slo)]
     events = sum(len(record.times) for record in answered)
@@ -180,7 +180,7 @@ def summary(result: LoadResult, slo: Slo) -> dict[str, Any]:
 
 
 def print_summary(figures: dict[str, Any]) -> None:
-    """The figures as a table for people."""
+    """Print the figures as a table."""
     f = figures
     print(
         f"{f['answered']} of {f['requests']} requests answered in {f['seconds']:.2f} s "

@@ -1,7 +1,7 @@
-"""What a load consists of: when each request is sent, what it asks, and how much.
+"""The jobs of a load: when each request is sent, its prompt, and its length.
 
-Everything comes from one seed: two runs with the same options send the same requests at the same
-times, whatever the server does.
+One seed determines everything: two runs with the same options send the same requests at the same
+times, regardless of the server.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ COMMON = (
     "its now find long down day did get come made may part"
 )
 WORDS = COMMON.split()
-FIRST_ORDINARY_ID = 100  # below it vocabularies keep their special tokens
+FIRST_ORDINARY_ID = 100  # vocabularies keep special tokens below it
 
 
 class WorkloadError(ValueError):
-    """An option or a trace that describes no load; the text names it and the way out."""
+    """An option or a trace that describes no load; the message names it and a correct form."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LoadJob:
-    """One request to be sent: `at` seconds after the start, or when a client is free (None)."""
+    """One request to send, `at` seconds after the start, or as soon as a client is free (None)."""
 
     prompt: str | list[int]
     max_tokens: int
@@ -44,8 +44,8 @@ class LoadJob:
 class Lengths:
     """A distribution of lengths in tokens.
 
-    Written `fixed:128`, `uniform:16:256` (both ends included) or `lognormal:64:1.0:8:512` (median,
-    sigma of the logarithm, least and most: what falls outside is set to the end).
+    The form is `fixed:128`, `uniform:16:256` (both ends included) or `lognormal:64:1.0:8:512`
+    (median, sigma of the logarithm, minimum and maximum, to which values are clipped).
     """
 
     kind: str
@@ -53,7 +53,7 @@ class Lengths:
 
     @classmethod
     def parse(cls, text: str) -> Lengths:
-        """Raises `WorkloadError` for what is no distribution of lengths from 1 on."""
+        """Parse a distribution; raises `WorkloadError` for other text and for lengths below 1."""
         kind, *fields = text.split(":")
         numbers: list[float] = []
         with contextlib.suppress(ValueError):
@@ -84,9 +84,9 @@ class Lengths:
 
 @dataclasses.dataclass(frozen=True)
 class PromptMaker:
-    """Prompts of a length, never twice the same, so that no prefix is found in a cache.
+    """Makes prompts of a given length, all different, so that no prefix is found in a cache.
 
-    Text is made of common words, about one token each; ids are drawn below `vocab_size`.
+    Text consists of common words, about one token each; ids are drawn below `vocab_size`.
     """
 
     seed: int
@@ -100,7 +100,7 @@ class PromptMaker:
 
 
 def poisson_times(rate: float, count: int, seed: int) -> list[float]:
-    """Seconds at which `count` requests arrive, `rate` a second on average."""
+    """The arrival times of `count` requests in seconds, `rate` a second on average."""
     gaps = np.random.default_rng([seed, 1]).exponential(1 / rate, count)
     return np.cumsum(gaps).tolist()
 
@@ -112,7 +112,7 @@ def make_jobs(
     times: Sequence[float | None],
     seed: int,
 ) -> list[LoadJob]:
-    """One job for each of `times`; `seed` draws the lengths."""
+    """Make one job for each of `times`; `seed` determines the lengths."""
     generator = np.random.default_rng([seed, 2])
     inputs = prompt_lens.draw(generator, len(times))
     outputs = output_lens.draw(generator, len(times))
@@ -123,10 +123,11 @@ def make_jobs(
 
 
 def read_trace(path: str | Path, prompts: PromptMaker) -> list[LoadJob]:
-    """Jobs of a trace file, by time: one JSON object a line, with `at` in seconds, `max_tokens`,
-    and either `prompt` (text or token ids) or `prompt_tokens` (a length; `prompts` makes it).
+    """Read the jobs of a trace file, sorted by time.
 
-    Raises `WorkloadError` with every line at fault.
+    Each line is a JSON object with `at` in seconds, `max_tokens`, and either `prompt` (text or
+    token ids) or `prompt_tokens` (a length, of which `prompts` makes the prompt). Raises
+    `WorkloadError`, which names every wrong line.
     """
     jobs, problems = [], []
     for number, line in enumerate(Path(path).read_text("utf-8").splitlines(), 1):

@@ -110,13 +110,13 @@ def step_work(program: StepProgram, load: StepLoad) -> StepWork:
     weight_bytes = 0.0
     has_head = any("vocab" in s.axes and s.packs == "matrix" for s in model.parameters)
     for spec, weight in zip(model.parameters, program.weights, strict=True):
-        held = sum(map(bytes_on_a_device, jax.tree.leaves(weight)))
+        num_bytes = sum(map(bytes_on_a_device, jax.tree.leaves(weight)))
         part = math.prod(layout.local(spec.shape, spec.array_axes))
         routed = _routed(spec, config)
         if spec.packs == "table" and has_head:
-            weight_bytes += held * min(1, num_tokens / spec.dims[0])
+            weight_bytes += num_bytes * min(1, num_tokens / spec.dims[0])
             continue
-        weight_bytes += held * (1 if routed is None else 1 - (1 - routed) ** num_tokens)
+        weight_bytes += num_bytes * (1 if routed is None else 1 - (1 - routed) ** num_tokens)
         if _is_product(spec):
             tokens = load.rows if "vocab" in spec.axes else num_tokens * (routed or 1)
             kind = _number_type(weight, program)

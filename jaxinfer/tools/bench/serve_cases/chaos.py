@@ -26,11 +26,11 @@ from jaxinfer.tools.load_client.record import Record
 from jaxinfer.tools.load_client.workload import LoadJob
 
 CLIENTS = 48
-# The server's own threads that come and go with load end after a while of quiet.
+# The server's idle threads end after some time without load.
 QUIET_S = 45.0
 
-# What a request does, how often, and the errors (kinds of the client's, over HTTP and gRPC) that
-# may come of it beside an answer and a refusal for want of room.
+# What a request does, how often, and the errors (the client's kinds, over HTTP and gRPC) that may
+# result besides an answer and a refusal for lack of capacity.
 REFUSED = {"HTTP 429", "RESOURCE_EXHAUSTED"}
 LATE = {"HTTP 408", "in the stream: timeout_error", "DEADLINE_EXCEEDED"}
 ACTIONS: Mapping[str, tuple[float, set[str]]] = {
@@ -46,16 +46,16 @@ ACTIONS: Mapping[str, tuple[float, set[str]]] = {
 
 @dataclasses.dataclass(frozen=True)
 class FaultyRequest:
-    """One request of the case."""
+    """One request of the case, and how its client misbehaves."""
 
     action: str
     job: LoadJob
-    after_s: float  # of a client that leaves
+    after_s: float  # when a leaving client disconnects
     fields: Mapping[str, Any]
 
 
 def draw_faulty_requests(options: CaseOptions, count: int, seed: int) -> list[FaultyRequest]:
-    """`count` of them, the same for the same seed."""
+    """Draw `count` requests, the same for the same seed."""
     generator = np.random.default_rng([seed, 4])
     names = list(ACTIONS)
     weights = [ACTIONS[name][0] for name in names]
@@ -82,7 +82,7 @@ def draw_faulty_requests(options: CaseOptions, count: int, seed: int) -> list[Fa
 async def send_faulty(
     client: Client, target: Endpoint, request: FaultyRequest, timeout_s: float
 ) -> str | None:
-    """Do it; the kind of error that came of it, or None for a whole answer."""
+    """Send the request; return the kind of error that resulted, or None for a complete answer."""
     start = time.monotonic()
     record = Record(0, 0.0)
     clock = lambda: time.monotonic() - start
@@ -105,7 +105,7 @@ async def send_faulty(
 
 
 async def _unread(client: HttpClient, target: Endpoint, request: FaultyRequest) -> str:
-    """Send a request, or half of it, read nothing, and close."""
+    """Send a request, or half of it, and close the connection without reading."""
     data = client.request("POST", None, client.body(request.job, request.fields))
     host, _, port = target.address.removeprefix("http://").partition(":")
     _, writer = await asyncio.open_connection(host, int(port), limit=1)
@@ -119,7 +119,7 @@ async def _unread(client: HttpClient, target: Endpoint, request: FaultyRequest) 
 async def send_all_faulty(
     server: Server, options: CaseOptions, requests: list[FaultyRequest]
 ) -> list[str]:
-    """All of them over both endpoints in turn; what was surprising."""
+    """Send all requests over both endpoints alternately; return the unexpected outcomes."""
     surprises: list[str] = []
     outcomes: collections.Counter[str] = collections.Counter()
     targets = list(endpoints(server, ignore_eos=False).values())
@@ -145,7 +145,8 @@ async def send_all_faulty(
 
 
 def chaos(options: CaseOptions) -> list[Measure]:
-    """Random requests that are cancelled, cut, late or wrong; then nothing of them may be left."""
+    """Send random requests that are cancelled, cut, late or wrong; the server must free all of
+    their resources."""
     count = options.count(2000)
     server = options.server("check_every_step=true")
     with running(server):
@@ -162,7 +163,7 @@ def chaos(options: CaseOptions) -> list[Measure]:
         print(f"chaos, a surprise, {number} times: {text}")
     measures = [("surprises", "requests", float(len(surprises)), 0.0)]
     measures += [
-        (name, "left", value, 0.0 if name in ("under way", "pages owned") else before[name])
+        (name, "left", value, 0.0 if name in ("in flight", "pages owned") else before[name])
         for name, value in after.items()
     ]
     return [
@@ -172,13 +173,14 @@ def chaos(options: CaseOptions) -> list[Measure]:
 
 
 def _left(server: Server, before: Mapping[str, float] | None) -> dict[str, float]:
-    """What is in the server once it is idle; waits up to `QUIET_S` for no more than `before`."""
+    """The server's resources in use once it is idle; waits up to `QUIET_S` for no more than
+    `before`."""
     deadline = time.monotonic() + QUIET_S
     while True:
         metrics = wait_until_idle(server)
         pages = {s: metrics[f'jaxinfer_pages{{state="{s}"}}'] for s in ("free", "cached", "owned")}
         left = {
-            "under way": metrics["jaxinfer_requests_under_way"],
+            "in flight": metrics["jaxinfer_requests_in_flight"],
             "pages owned": pages["owned"],
             "pages in all": pages["free"] + pages["cached"] + pages["owned"],
             "threads": float(server.num_threads),

@@ -1,6 +1,6 @@
-"""The serving cases' common ground, and those that compare the server with the engine alone.
+"""What the serving cases share, and the cases that compare the server with the engine alone.
 
-Each starts a server for itself, with the options of the command line and those that it states.
+Each case starts its own server, with the options of the command line and its own.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from jaxinfer.tools.load_client.workload import Lengths, LoadJob, PromptMaker, m
 
 CLIENTS = 16  # and rows of the engine
 LENGTHS = Lengths("uniform", (16, 64)), Lengths("uniform", (64, 192))  # prompts, outputs
-IDLE_TIMEOUT_S = 30.0  # for a server to notice that everybody has left
+IDLE_TIMEOUT_S = 30.0  # for a server to notice that all clients have disconnected
 ADDED_MS = 10.0
 WARM_UP_ROUNDS = 5
 
 
 @dataclasses.dataclass(frozen=True)
 class CaseOptions:
-    """How to run a case; `requests`, `repeats` and `minutes` set its size."""
+    """The options of a case; `requests`, `repeats` and `minutes` set its size."""
 
     model: str
     preset: str | None
@@ -45,19 +45,19 @@ class CaseOptions:
         return usual if self.requests is None else self.requests
 
     def prompts(self, *path: int) -> PromptMaker:
-        """Prompts that no other `path` shares a prefix with."""
+        """Prompts that share no prefix with those of any other `path`."""
         number = self.seed
         for part in path:
             number = number * 1009 + part + 1
         return PromptMaker(number, self.vocab_size)
 
     def server(self, *settings: str) -> Server:
-        """A server with these options and the case's own."""
+        """Start a server with these options and the case's own."""
         settings = (*self.settings, f"scheduler.max_num_seqs={CLIENTS}", *settings)
         return Server(self.model, self.preset, settings, _log("server"))
 
     def reference(self) -> ReferenceEngine:
-        """The engine alone, with the same options."""
+        """Start the engine alone, with the same options."""
         settings = (*self.settings, f"scheduler.max_num_seqs={CLIENTS}")
         return ReferenceEngine(self.model, self.preset, settings, _log("reference"))
 
@@ -67,7 +67,7 @@ def _log(name: str) -> Path:
 
 
 def endpoints(server: Server, **fields: object) -> dict[str, Endpoint]:
-    """Both endpoints, greedy and to the full length."""
+    """Both endpoints, with greedy sampling and answers of full length."""
     fields = {"temperature": 0, "ignore_eos": True} | fields
     return {
         "HTTP": Endpoint("completions", server.http, server.model, fields=fields),
@@ -76,7 +76,7 @@ def endpoints(server: Server, **fields: object) -> dict[str, Endpoint]:
 
 
 def require_answers(result: LoadResult) -> LoadResult:
-    """The same; raises where a request was not answered whole."""
+    """Return the result; raises `ServerError` where a request has no complete answer."""
     for record in result.records:
         if record.error is not None:
             raise ServerError(f"request {record.index}: {record.error}: {record.detail}")
@@ -95,10 +95,12 @@ def throughput(options: CaseOptions) -> list[Measure]:
     with running(reference):
         server = options.server()
         with running(server):
-            for turn in range(options.repeats + 1):
-                number = min(count, 2 * CLIENTS) if turn == 0 else count
+            for round_index in range(options.repeats + 1):
+                number = min(count, 2 * CLIENTS) if round_index == 0 else count
                 jobs = [
-                    make_jobs(options.prompts(turn, side), *LENGTHS, [None] * number, turn)
+                    make_jobs(
+                        options.prompts(round_index, side), *LENGTHS, [None] * number, round_index
+                    )
                     for side in range(3)
                 ]
                 lens = [job.max_tokens for job in jobs[0]]
@@ -109,7 +111,7 @@ def throughput(options: CaseOptions) -> list[Measure]:
                     result = require_answers(asyncio.run(load))
                     found[name] = result.tokens_per_s
                     shares += result.cpu_shares
-                if turn > 0:  # the first round warms both up
+                if round_index > 0:  # the first round warms both up
                     for name, rate in found.items():
                         rates[name].append(rate)
     print(f"throughput: the client took {statistics.median(shares):.1%} of a core")
@@ -121,27 +123,27 @@ def throughput(options: CaseOptions) -> list[Measure]:
 
 
 def first_token(options: CaseOptions) -> list[Measure]:
-    """What the service adds to the first token of an idle engine; the sides take turns."""
+    """The latency that the service adds to the first token of an idle engine; sides alternate."""
     times: dict[str, list[float]] = {"engine": [], "HTTP": [], "gRPC": []}
     reference = options.reference()
 
-    async def turns(server: Server) -> None:
+    async def rounds(server: Server) -> None:
         targets = endpoints(server)
         async with open_client(targets["HTTP"], 1) as http, open_client(targets["gRPC"], 1) as grpc:
             clients = {"HTTP": http, "gRPC": grpc}
-            for turn in range(WARM_UP_ROUNDS + options.count(60)):
-                prompts = [options.prompts(turn).make(side, 32) for side in range(3)]
+            for round_index in range(WARM_UP_ROUNDS + options.count(60)):
+                prompts = [options.prompts(round_index).make(side, 32) for side in range(3)]
                 found = {"engine": await asyncio.to_thread(reference.first_token, prompts[0])}
                 for (name, client), prompt in zip(clients.items(), prompts[1:], strict=True):
                     found[name] = await _first_token(client, prompt, options.timeout_s)
-                if turn >= WARM_UP_ROUNDS:
+                if round_index >= WARM_UP_ROUNDS:
                     for name, seconds in found.items():
                         times[name].append(seconds * 1e3)
 
     with running(reference):
         server = options.server()
         with running(server):
-            asyncio.run(turns(server))
+            asyncio.run(rounds(server))
     own = statistics.median(times["engine"])
     measures = [Measure("first_token, engine", "ms", times["engine"], bound="at most")]
     for name in ("HTTP", "gRPC"):
@@ -153,7 +155,7 @@ def first_token(options: CaseOptions) -> list[Measure]:
 
 
 async def _first_token(client: Client, prompt: str | list[int], timeout_s: float) -> float:
-    """Seconds to the first text; the server is idle before and after."""
+    """Measure the seconds to the first text of an idle server."""
     load = run_load(client, [LoadJob(prompt, 4)], timeout_s=timeout_s, clients=1)
     [record] = require_answers(await load).records
     await asyncio.sleep(0.02)  # the engine's last, surplus step
@@ -163,12 +165,11 @@ async def _first_token(client: Client, prompt: str | list[int], timeout_s: float
 
 
 def wait_until_idle(server: Server) -> dict[str, float]:
-    """The server's metrics once nothing is under way in it, or as they are after
-    `IDLE_TIMEOUT_S`."""
+    """The server's metrics once it is idle, or after `IDLE_TIMEOUT_S`."""
     deadline = time.monotonic() + IDLE_TIMEOUT_S
     while True:
         metrics = server.metrics()
-        busy = metrics["jaxinfer_requests_under_way"] + metrics['jaxinfer_pages{state="owned"}']
+        busy = metrics["jaxinfer_requests_in_flight"] + metrics['jaxinfer_pages{state="owned"}']
         if busy == 0 or time.monotonic() > deadline:
             return metrics
         time.sleep(0.1)

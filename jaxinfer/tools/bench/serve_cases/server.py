@@ -1,7 +1,8 @@
-"""The two sides of the serving cases: `jaxinfer serve` in its process, and the engine in another.
+"""The two sides of the serving cases: `jaxinfer serve` in one process, and the engine in another.
 
 Both load the same model with the same options. The reference waits for commands on its stdin while
-the server is measured, and the server idles while the reference is, so that they can take turns.
+the server is measured, and the server idles while the reference is measured, so that they
+alternate.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ STOP_TIMEOUT_S = 60.0
 
 
 class ServerError(RuntimeError):
-    """A process that did not start, or ended when it should not."""
+    """A process that did not start, or that ended unexpectedly."""
 
 
 class _Process:
@@ -42,8 +43,8 @@ class _Process:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
-    def answer(self, timeout_s: float) -> dict[str, Any]:
-        """The next JSON object on stdout; lines that are none are passed over."""
+    def read_object(self, timeout_s: float) -> dict[str, Any]:
+        """Read the next JSON object on stdout; other lines are skipped."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -57,13 +58,14 @@ class _Process:
                 if isinstance(found := json.loads(line), dict):
                     return found
 
-    def say(self, command: dict[str, Any]) -> None:
+    def send(self, command: dict[str, Any]) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(command) + "\n")
         self.process.stdin.flush()
 
     def stop(self) -> int:
-        """End it as a supervisor would; killed if that takes too long. Returns its exit status."""
+        """End the process as a supervisor would, and kill it if that takes too long; return its
+        exit status."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
@@ -93,7 +95,7 @@ class Server(_Process):
         arguments += [f"--set={text}" for text in settings]
         super().__init__("jaxinfer", ["serve", *arguments], log)
         try:
-            ready = self.answer(START_TIMEOUT_S)
+            ready = self.read_object(START_TIMEOUT_S)
             self.http, self.grpc = str(ready["http"]), str(ready["grpc"])
             self.model = str(ready["model"])
         except BaseException:
@@ -111,11 +113,11 @@ class Server(_Process):
 
     @property
     def num_files(self) -> int:
-        """Open files, connections among them."""
+        """The number of open files, including connections."""
         return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
 
     def metrics(self) -> dict[str, float]:
-        """Every sample of /metrics by its name with labels, as it is written there."""
+        """Every sample of /metrics by its name with labels, as the server writes it."""
         with urllib.request.urlopen(f"{self.http}/metrics", timeout=30) as reply:
             lines = reply.read().decode().splitlines()
         pairs = (line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
@@ -130,34 +132,35 @@ class Server(_Process):
 
 
 class ReferenceEngine(_Process):
-    """The engine alone, in a process of its own: what the server is compared with."""
+    """The engine alone in its own process, for comparison with the server."""
 
     def __init__(self, model: str, preset: str | None, settings: Sequence[str], log: Path):
         arguments = [f"--model={model}", *(f"--set={text}" for text in settings)]
         arguments += [f"--config={preset}"] if preset else []
         super().__init__("jaxinfer.tools.bench.reference", arguments, log)
         try:
-            self.answer(START_TIMEOUT_S)
+            self.read_object(START_TIMEOUT_S)
         except BaseException:
             self.stop()
             raise
 
     def generate(self, prompts: Sequence[str | list[int]], max_tokens: Sequence[int]) -> float:
-        """Seconds of `LLM.generate` for all prompts together."""
+        """Time `LLM.generate` for all prompts together."""
         return self._measure({"prompts": prompts, "max_tokens": max_tokens})
 
     def first_token(self, prompt: str | list[int]) -> float:
-        """Seconds from `Engine.add` on an idle engine to the step that brings the first token."""
+        """Time from `Engine.add` on an idle engine to the step that returns the first token."""
         return self._measure({"prompt": prompt})
 
     def _measure(self, command: dict[str, Any]) -> float:
-        self.say(command)
-        return self.answer(START_TIMEOUT_S)["seconds"]
+        self.send(command)
+        return self.read_object(START_TIMEOUT_S)["seconds"]
 
 
 @contextlib.contextmanager
 def running(process: Server | ReferenceEngine) -> Iterator[None]:
-    """Stop it at the end; a server has to end with status 0. Its log stays if anything failed."""
+    """Stop the process at the end of the context; a server must end with status 0. Its log is kept
+    after a failure."""
     try:
         yield
     except BaseException:

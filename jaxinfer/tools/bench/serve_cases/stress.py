@@ -1,4 +1,4 @@
-"""The serving cases that ask what a server does under more than it can take, and over time."""
+"""The serving cases of overload and of long steady load."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from jaxinfer.tools.load_client.load import Endpoint, open_client, run_load
 from jaxinfer.tools.load_client.record import LoadResult, percentile
 from jaxinfer.tools.load_client.workload import Lengths, LoadJob, make_jobs, poisson_times
 
-MAX_WAITING = 64  # the queue limit of `overload`
+MAX_WAITING = 64  # queue limit in `overload`
 REFUSED_MS = 100.0
 MEMORY_PERCENT = 2.0
-SOAK_WARM_S = 300.0  # of a soak; memory is compared with what it was then
+SOAK_WARM_S = 300.0  # a soak compares memory with that after so many seconds
 
 
 def overload(options: CaseOptions) -> list[Measure]:
-    """Far more clients than places, all at the same moment, on connections that are open."""
+    """Send far more requests than the queue holds, all at once, on open connections."""
     count = options.count(500)
     server = options.server(f"serving.limits.max_waiting={MAX_WAITING}")
     measures: list[Measure] = []
@@ -37,10 +37,10 @@ def overload(options: CaseOptions) -> list[Measure]:
         for name, target in targets.items():
             rounds: list[LoadResult] = []
             memory: list[int] = []
-            for turn in range(options.repeats + 1):
-                prompts = options.prompts(turn, len(measures))
+            for round_index in range(options.repeats + 1):
+                prompts = options.prompts(round_index, len(measures))
                 lengths = Lengths("fixed", (32,)), Lengths("fixed", (32,))
-                jobs = make_jobs(prompts, *lengths, [0.0] * count, turn)
+                jobs = make_jobs(prompts, *lengths, [0.0] * count, round_index)
                 rounds.append(asyncio.run(_burst(target, jobs, options.timeout_s)))
                 wait_until_idle(server)
                 memory.append(server.rss_bytes)
@@ -116,7 +116,7 @@ def soak(options: CaseOptions) -> list[Measure]:
 async def _steady(
     options: CaseOptions, server: Server, seconds: float
 ) -> tuple[list[tuple[float, int]], list[LoadResult]]:
-    """Resident memory by seconds since the start, and what each door's load brought."""
+    """Return resident memory by seconds since the start, and the result of each endpoint's load."""
     start = time.monotonic()
     results, loads = [], []
     for side, target in enumerate(endpoints(server).values()):
@@ -150,7 +150,7 @@ async def _load_one(
 
 
 def _print_minute(at: float, step_s: float, rss: int, results: Sequence[LoadResult]) -> None:
-    since = max(0.0, at - step_s)  # a request under way ends at 0
+    since = max(0.0, at - step_s)  # an active request has end 0
     ended = [r for result in results for r in result.records if r.end > since]
     answered = [r for r in ended if r.error is None]
     first = [r.ttft_s * 1e3 for r in answered if r.ttft_s is not None]
