@@ -21,10 +21,10 @@ from typing import Any
 
 import jax
 import pytest
-from jaxtyping import install_import_hook
 
-CHECKED = ["kernels", "nn", "models", "sampling", "execution.kv_cache"]
-install_import_hook([f"jaxinfer.{name}" for name in CHECKED], "beartype.beartype")
+from tests.support import shape_checks
+
+shape_checks.install()
 
 from jaxinfer.execution import compilation_cache  # noqa: E402  (after the hook)
 from tests.support import matrix  # noqa: E402

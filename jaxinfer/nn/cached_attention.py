@@ -10,7 +10,7 @@ from jaxinfer.kernels.paged_attention.update import update_and_attend
 from jaxinfer.kernels.rotary import Rotary
 from jaxinfer.nn.layers import Numerics
 from jaxinfer.nn.ragged import RaggedBatch
-from jaxinfer.sharding.sequence import PartedRows, attend_to_parts
+from jaxinfer.sharding.sequence import SplitRows, sequence_attention
 
 
 def attend_to_cache(
@@ -29,8 +29,8 @@ def attend_to_cache(
     new = NewTokens(k, v, batch.write_page, batch.write_offset)
     backend = numerics.attention_backend
     if numerics.layout.axes("page_offset"):
-        parts = PartedRows(batch.rows, batch.split, numerics.layout)
-        return attend_to_parts(q, new, parts, pages, variant, rotary=rotary, backend=backend)
+        step = SplitRows(batch.rows, batch.split, numerics.layout)
+        return sequence_attention(q, new, step, pages, variant, rotary=rotary, backend=backend)
     return update_and_attend(
         q,
         new,

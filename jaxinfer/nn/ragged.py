@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from jaxinfer.sharding.rules import ONE_DEVICE, Layout
-from jaxinfer.sharding.sequence import Rows, has_cached, part_of_pages, places
+from jaxinfer.sharding.sequence import SequenceRows, has_cached, local_page_part, locate_tokens
 from jaxinfer.sharding.zigzag import TokenSplit
 
 
@@ -57,8 +57,8 @@ class RaggedBatch(NamedTuple):
     split: TokenSplit  # which of the step's tokens these are
 
     @property
-    def rows(self) -> Rows:
-        return Rows(*(getattr(self, name) for name in Rows._fields))
+    def rows(self) -> SequenceRows:
+        return SequenceRows(*(getattr(self, name) for name in SequenceRows._fields))
 
 
 def ragged_batch(
@@ -76,15 +76,17 @@ def ragged_batch(
     called inside `shard_map`, and `page_size` counts the tokens of a page that the device stores.
     """
     q_start, kv_len, page_table, write_from, min_rope_len = rows
-    split_rows = Rows(q_start, kv_len, page_table, write_from, has_cached(q_start, kv_len, layout))
-    part = part_of_pages(layout)
+    split_rows = SequenceRows(
+        q_start, kv_len, page_table, write_from, has_cached(q_start, kv_len, layout)
+    )
+    part = local_page_part(layout)
     split = TokenSplit.of(layout, num_tokens)
-    at = places(split.indices(), split_rows, part, cells=page_size, num_pages=num_pages)
+    at = locate_tokens(split.indices(), split_rows, part, part_size=page_size, num_pages=num_pages)
     return RaggedBatch(
         positions=at.position,
         rope_len=jnp.maximum(min_rope_len[at.row], at.position + 1),
         write_page=at.page,
-        write_offset=at.cell,
+        write_offset=at.offset,
         split=split,
         **split_rows._asdict(),
     )

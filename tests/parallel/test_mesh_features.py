@@ -43,7 +43,7 @@ def test_the_feature_is_there(found, name):
     for devices in ("one", "mesh"):
         run = found[name][devices]
         mesh = feature.mesh if devices == "mesh" else {}
-        assert bool(run["calls"]["pass_on"]) == (mesh.get("seq", 1) > 1)
+        assert bool(run["calls"]["shift"]) == (mesh.get("seq", 1) > 1)
         assert bool(run["calls"]["overlapped_product"]) == mesh.get("overlap", False)
         assert bool(run["num_quantized"]) == ("quantize" in feature.options)
         assert run["num_quantized"] == found[name]["one"]["num_quantized"]

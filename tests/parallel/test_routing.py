@@ -210,8 +210,13 @@ def one_step(replica: list[Running]) -> list[Running]:
     return [r for r in replica[:64] if r.num_output >= r.output_len]
 
 
-def test_requests_take_less_time_than_when_they_are_dealt_out_in_turn():
-    routed, in_turn = simulate(0, in_turn=False), simulate(0, in_turn=True)
-    mean = lambda steps: sum(steps) / len(steps)
-    assert len(routed) >= len(in_turn) > 1_000
-    assert mean(routed) < 0.85 * mean(in_turn)
+def test_routed_requests_take_fewer_steps_than_round_robin():
+    """The measured ratios are 0.82 to 0.89, and 0.845 on average."""
+    mean = lambda values: sum(values) / len(values)
+    ratios = []
+    for seed in range(8):
+        routed, in_turn = simulate(seed, in_turn=False), simulate(seed, in_turn=True)
+        assert len(routed) >= len(in_turn) > 1_000
+        ratios.append(mean(routed) / mean(in_turn))
+    assert max(ratios) < 0.9 and mean(ratios) < 0.85, ratios
+    assert ratios[0] < 0.85

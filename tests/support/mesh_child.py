@@ -28,7 +28,7 @@ def main(family: str, texts: list[str]) -> None:
     zigzag.MAX_UNSPLIT_TOKENS = 4  # else steps of 16 tokens would not be cut: no ring
     if family == mesh_bench.SENDS:
         experts.should_dispatch = lambda T, k, e, t, row_bytes: e > 1
-    work, passes = mesh_bench.requests(), mesh_bench.Calls(ring, "pass_on")
+    work, passes = mesh_bench.requests(), mesh_bench.Calls(ring, "shift")
     alone: dict[int, Any] = {}
     found = {}
     for mesh in map(parsed, texts):

@@ -114,7 +114,7 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
     zigzag.MAX_UNSPLIT_TOKENS = 4  # else steps of 16 tokens would not be cut: no ring
     calls = {
-        "pass_on": mesh_bench.Calls(ring, "pass_on"),
+        "shift": mesh_bench.Calls(ring, "shift"),
         "overlapped_product": mesh_bench.Calls(products, "overlapped_product"),
     }
     found: dict[str, Any] = {}

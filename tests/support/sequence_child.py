@@ -1,5 +1,4 @@
-"""Run by tests/parallel/test_ring.py in a process with eight CPU devices: prints its findings as
-JSON."""
+"""Sequence parallelism on eight CPU devices; tests/parallel/test_ring.py reads the printed JSON."""
 
 from __future__ import annotations
 
@@ -13,6 +12,7 @@ import numpy as np
 
 jax.config.update("jax_num_cpu_devices", 8)
 
+from jaxinfer.kernels.attention_variant import AttentionVariant  # noqa: E402
 from jaxinfer.kernels.kv_pages import KVPages  # noqa: E402
 from jaxinfer.nn.attention import Attention, AttentionConfig  # noqa: E402
 from jaxinfer.nn.cached_attention import attend_to_cache  # noqa: E402
@@ -81,10 +81,11 @@ def run(count: int, rows, *, together: bool, dtype="float32", **variant) -> list
         batch = ragged_batch(rows, T, page_size=B // count, num_pages=NUM_PAGES, layout=layout)
         own = batch.split.shard
         rotary = None if angles is None else (jnp.cos(own(angles)), jnp.sin(own(angles)))
+        values = None if is_latent else own(v)
+        variant = AttentionVariant(0.25, **arrays)
         out, pages = attend_to_cache(
-            own(q), own(k), None if is_latent else own(v), batch, pages, numerics,
-            rotary=rotary, scale=0.25, **arrays,
-        )  # fmt: skip
+            own(q), own(k), values, batch, pages, variant, numerics, rotary=rotary
+        )
         last = jnp.maximum(jnp.asarray(q_start)[1:] - 1, 0)
         return batch.split.gather(out), batch.split.take(out, last), pages
 
@@ -137,11 +138,15 @@ def temporaries(count: int, tokens: int) -> int:
         return x + attention.project_out(out), pages
 
     split = P("seq")
-    cells: Any = P(None, None, "seq")
-    cells = KVPages(cells, cells)
+    page_spec: Any = P(None, None, "seq")
+    page_specs = KVPages(page_spec, page_spec)
     [mesh] = device_groups({"seq": count}, jax.devices()[:count])
     function = jax.shard_map(
-        layer, mesh=mesh, in_specs=(split, cells), out_specs=(split, cells), check_vma=False
+        layer,
+        mesh=mesh,
+        in_specs=(split, page_specs),
+        out_specs=(split, page_specs),
+        check_vma=False,
     )
     pages: Any = jax.ShapeDtypeStruct((num_pages, K, page, H), jnp.float32)
     x = jax.ShapeDtypeStruct((T, D), jnp.float32)
