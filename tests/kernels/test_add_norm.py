@@ -80,7 +80,7 @@ SIZES = [(1, 64), (70, 130), (3, 4096)]
 @pytest.mark.parametrize(("T", "D"), SIZES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("norm", ["rms", "gemma", "layer"])
-def test_every_norm_is_the_formula(backend, T, D, dtype, norm):
+def test_norms_match_the_formula(backend, T, D, dtype, norm):
     x, residual, weight, bias = arrays(T, D, dtype)
     if norm == "layer":
         out, total = _layer(x, residual, weight, bias, eps=1e-5, backend=backend)
@@ -96,7 +96,7 @@ def test_every_norm_is_the_formula(backend, T, D, dtype, norm):
 
 @every_backend
 @pytest.mark.parametrize("norm", ["rms", "layer"])
-def test_without_a_residual_the_sum_is_x(backend, norm):
+def test_sum_is_x_without_a_residual(backend, norm):
     x, _, weight, bias = arrays(9, 96, has_residual=False)
     if norm == "layer":
         out, total = _layer(x, None, weight, None, eps=1e-6, backend=backend)
@@ -113,7 +113,7 @@ def test_without_a_residual_the_sum_is_x(backend, norm):
 @every_backend
 @pytest.mark.parametrize("quantize", LARGEST)
 @pytest.mark.parametrize(("T", "D"), [(1, 64), (37, 160), (3, 4096)])
-def test_quantized_numbers_are_the_norm_to_their_digits(backend, quantize, T, D):
+def test_quantized_norm_matches_within_its_precision(backend, quantize, T, D):
     x, residual, weight, bias = arrays(T, D)
     exact = oracle(x, residual, weight, None, eps=1e-5)
     (values, scales), total = _rms(
@@ -134,7 +134,7 @@ def test_quantized_numbers_are_the_norm_to_their_digits(backend, quantize, T, D)
 
 
 @every_backend
-def test_backends_quantize_bfloat16_alike(backend):
+def test_backends_quantize_bfloat16_equally(backend):
     """Not more than one step apart, where a norm fell on the other side of a rounding."""
     x, residual, weight, _ = arrays(16, 128, "bfloat16")
     make = partial(_rms, x, residual, weight, eps=1e-5, quantize="int8")
@@ -147,7 +147,7 @@ def test_backends_quantize_bfloat16_alike(backend):
 
 @every_backend
 @pytest.mark.parametrize("quantize", LARGEST)
-def test_tokens_of_zeros_have_a_scale_of_one(backend, quantize):
+def test_zero_tokens_have_scale_one(backend, quantize):
     x, _, weight, _ = arrays(4, 64)
     x = x.at[1].set(0)
     (values, scales), _ = _rms(x, None, weight, eps=1e-5, quantize=quantize, backend=backend)
@@ -156,7 +156,7 @@ def test_tokens_of_zeros_have_a_scale_of_one(backend, quantize):
 
 
 @every_backend
-def test_a_token_that_is_nan_spoils_no_other(backend):
+def test_nan_token_does_not_affect_others(backend):
     x, residual, weight, _ = arrays(70, 96)
     bad = jnp.asarray([3, 69])
     poisoned = x.at[bad].set(jnp.nan)
@@ -167,7 +167,7 @@ def test_a_token_that_is_nan_spoils_no_other(backend):
 
 
 @every_backend
-def test_large_and_small_numbers(backend):
+def test_large_and_small_numbers_match_the_formula(backend):
     x, _, weight, _ = arrays(4, 64)
     for size in (1e-12, 1e15):
         out, _ = _rms(size * x, None, weight, eps=1e-30, backend=backend)
@@ -175,7 +175,7 @@ def test_large_and_small_numbers(backend):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_on_a_cpu_the_plain_norm_is_the_layers_to_the_bit(dtype):
+def test_cpu_norm_equals_plain_jax_bit_for_bit(dtype):
     from flax import nnx
 
     from jaxinfer.nn.layers import Numerics, RMSNorm
@@ -192,7 +192,7 @@ def test_on_a_cpu_the_plain_norm_is_the_layers_to_the_bit(dtype):
         assert jnp.array_equal(one, other)
 
 
-def test_the_front_door_refuses_what_does_not_fit():
+def test_arguments_that_do_not_fit_are_refused():
     x, residual, weight, bias = arrays(4, 64)
     with pytest.raises(ValueError, match=r"residual is bfloat16 \(4, 64\); x is float32"):
         add_rms_norm(x, residual.astype(jnp.bfloat16), weight, eps=1e-5)

@@ -34,7 +34,7 @@ def assert_same(out, x, residual, weight) -> None:
 
 
 @pytest.mark.parametrize("rows", [32, 64, 96])
-def test_every_block_of_the_tpu_gives_the_same(rows):
+def test_tpu_result_does_not_depend_on_the_block(rows):
     x, residual, weight, bias = arrays(100, 136)
     backend = partial(
         tpu.add_norm, tiling=tpu.TpuNormTiling(rows), interpret=pltpu.InterpretParams()
@@ -45,7 +45,7 @@ def test_every_block_of_the_tpu_gives_the_same(rows):
 
 @needs_triton
 @pytest.mark.parametrize("tiling", [gpu.GpuNormTiling(1, 1), gpu.GpuNormTiling(8, 4)], ids=str)
-def test_every_block_of_the_gpu_gives_the_same(tiling):
+def test_gpu_result_does_not_depend_on_the_block(tiling):
     x, residual, weight, bias = arrays(13, 136)
     out = gpu.add_norm(x, residual, weight, bias, OPTIONS, tiling=tiling, launch=interpret)
     assert_same(out, x, residual, weight)
@@ -53,7 +53,7 @@ def test_every_block_of_the_gpu_gives_the_same(tiling):
 
 @pytest.mark.parametrize("D", [64, 768, 4096, 5120, 8192, 16384])
 @pytest.mark.parametrize("T", [1, 64, 2048])
-def test_the_heuristics_are_candidates_and_fit(T, D):
+def test_heuristics_are_candidates_and_fit(T, D):
     x = jax.ShapeDtypeStruct((T, D), jnp.bfloat16)
     assert gpu.heuristic(x) == gpu.candidates(x, x, x)[0]
     assert tpu.heuristic(x) == tpu.candidates(x, x, x)[0]
@@ -61,14 +61,14 @@ def test_the_heuristics_are_candidates_and_fit(T, D):
     assert gpu.tiling_key(x) == f"T={T} D={D} bfloat16 None" == tpu.tiling_key(x, quantize=None)
 
 
-def test_tilings_that_no_kernel_takes_are_refused():
+def test_invalid_tilings_are_refused():
     with pytest.raises(ValueError, match="rows is 3; it must be a power of two"):
         gpu.GpuNormTiling(3, 4)
     with pytest.raises(ValueError, match="rows is 16; it must be a multiple of 32"):
         tpu.TpuNormTiling(16)
 
 
-def test_what_does_not_fit_a_chip_is_declined_with_the_reason():
+def test_tpu_declines_with_the_reason():
     wide = jax.ShapeDtypeStruct((64, 20000), jnp.bfloat16)
     of_model = jax.ShapeDtypeStruct((20000,), jnp.bfloat16)
     with pytest.raises(NotImplementedError, match=r"a block of 32 tokens takes 14\.6 MiB"):
@@ -79,7 +79,7 @@ def test_what_does_not_fit_a_chip_is_declined_with_the_reason():
 
 
 @needs_triton
-def test_a_gpu_declines_tokens_beyond_its_registers_and_float8_it_has_not():
+def test_gpu_declines_long_tokens_and_missing_float8():
     wide = jax.ShapeDtypeStruct((64, 20000), jnp.bfloat16)
     with pytest.raises(NotImplementedError, match="a token has 20000 numbers; registers hold"):
         gpu.add_norm(wide, wide, wide, None, OPTIONS, launch=Recorder())

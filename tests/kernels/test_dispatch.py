@@ -35,7 +35,7 @@ def on_platform(monkeypatch):
 @pytest.mark.parametrize(
     ("platform", "taker"), [("tpu", "tpu"), ("gpu", "hopper"), ("cpu", "xla"), ("metal", "xla")]
 )
-def test_a_platform_gets_its_best_backend(on_platform, platform, taker):
+def test_platform_gets_its_best_backend(on_platform, platform, taker):
     on_platform(platform)
     backends = {name: takes(name) for name in ("reference", "xla", "gpu", "hopper", "tpu")}
     assert dispatch("op", backends, None, 1, b=2) == (taker, (1,), {"b": 2})
@@ -47,7 +47,7 @@ def traced_for(platform, device_kind):
 
 
 @pytest.mark.parametrize(("target", "taker"), [("tpu", "tpu"), ("gpu", "hopper"), ("cpu", "xla")])
-def test_a_program_for_another_chip_gets_that_chips_backend(on_platform, target, taker):
+def test_program_for_another_chip_gets_its_backend(on_platform, target, taker):
     on_platform("cpu")
     backends = {name: takes(name) for name in ("xla", "gpu", "hopper", "tpu")}
     chosen = []
@@ -65,40 +65,40 @@ def test_a_program_for_another_chip_gets_that_chips_backend(on_platform, target,
     assert chosen == [own, (taker, target, "a chip")]
 
 
-def test_one_that_declines_hands_over_to_the_next(on_platform):
+def test_next_backend_is_tried_after_one_declines(on_platform):
     on_platform("gpu")
     backends = {"hopper": declines("no"), "gpu": takes("gpu"), "xla": takes("xla")}
     assert dispatch("op", backends, None)[0] == "gpu"
 
 
-def test_a_backend_that_an_operator_lacks_is_passed_over(on_platform):
+def test_backend_that_an_operator_lacks_is_skipped(on_platform):
     on_platform("tpu")
     assert dispatch("op", {"xla": takes("xla"), "reference": takes("reference")}, None)[0] == "xla"
 
 
-def test_the_slow_reference_is_never_chosen_unasked():
+def test_reference_is_never_chosen_by_default():
     assert all("reference" not in names for names in PREFERENCE.values())
 
 
-def test_a_forced_backend_is_used_whatever_the_platform(on_platform):
+def test_forced_backend_is_used_on_any_platform(on_platform):
     on_platform("tpu")
     backends = {"tpu": takes("tpu"), "reference": takes("reference")}
     assert dispatch("op", backends, "reference")[0] == "reference"
 
 
-def test_a_forced_backend_that_declines_is_not_replaced(on_platform):
+def test_forced_backend_that_declines_is_an_error(on_platform):
     on_platform("cpu")
     with pytest.raises(NoBackendError, match="gpu: needs sm_80") as caught:
         dispatch("op", {"gpu": declines("needs sm_80"), "xla": takes("xla")}, "gpu")
     assert "xla" not in str(caught.value)
 
 
-def test_an_unknown_name_is_answered_with_the_known_ones():
+def test_unknown_backend_error_lists_the_known_ones():
     with pytest.raises(ValueError, match="op has no backend 'cuda'; it has gpu, xla"):
         dispatch("op", {"xla": takes("xla"), "gpu": takes("gpu")}, "cuda")
 
 
-def test_when_all_decline_one_error_lists_every_reason(on_platform):
+def test_error_lists_every_reason_when_all_decline(on_platform):
     on_platform("gpu")
     backends = {
         "hopper": declines("not a Hopper"),
@@ -112,7 +112,7 @@ def test_when_all_decline_one_error_lists_every_reason(on_platform):
         assert part in message
 
 
-def test_other_errors_are_not_taken_for_a_refusal(on_platform):
+def test_other_errors_are_not_treated_as_declining(on_platform):
     on_platform("gpu")
 
     def broken(*args, **kwargs):

@@ -96,13 +96,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
 @pytest.mark.matrix(by=("backend", "variant"))
 @every_backend
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_variant_is_the_formula(backend, variant):
+def test_variants_match_the_formula(backend, variant):
     check(make_case(), backend, **VARIANTS[variant])
 
 
 @every_backend
 @pytest.mark.parametrize("variant", ["plain", "causal", "window to both sides", "all"])
-def test_keys_past_the_length_are_nothing(backend, variant):
+def test_keys_past_the_length_are_ignored(backend, variant):
     check(make_case(kv_len=[33, 0]), backend, **VARIANTS[variant])
 
 
@@ -112,7 +112,7 @@ def test_keys_past_the_length_are_nothing(backend, variant):
     ("heads", "kv_heads", "head_dim"),
     [(2, 2, 64), (6, 2, 80), (3, 1, 96), (4, 2, 128), (4, 1, 192), (2, 1, 256)],
 )
-def test_heads_of_every_model_shape(backend, heads, kv_heads, head_dim):
+def test_head_shapes_of_models_match_the_formula(backend, heads, kv_heads, head_dim):
     shape = Shape(1, 20, 36, heads, kv_heads, head_dim)
     check(make_case(shape), backend, causal=True)
 
@@ -122,7 +122,7 @@ def test_heads_of_every_model_shape(backend, heads, kv_heads, head_dim):
 @pytest.mark.parametrize(
     ("queries", "keys"), [(1, 1), (1, 50), (16, 16), (17, 15), (33, 65), (50, 3)]
 )
-def test_sizes_around_tiles(backend, queries, keys):
+def test_sizes_around_tiles_match_the_formula(backend, queries, keys):
     shape = Shape(1, queries, keys, 2, 1, 16)
     check(make_case(shape), backend, causal=True)
     check(make_case(shape), backend)
@@ -130,7 +130,7 @@ def test_sizes_around_tiles(backend, queries, keys):
 
 @every_backend
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_narrow_types_lose_no_more_than_their_own_digits(backend, dtype):
+def test_narrow_types_match_within_their_precision(backend, dtype):
     check(make_case(Shape(dtype=dtype)), backend, **VARIANTS["all"])
 
 
@@ -152,6 +152,6 @@ CALLS = st.fixed_dictionaries(
 @every_quick_backend
 @settings(deadline=None, max_examples=40)
 @given(call=CALLS, length=st.integers(0, 37))
-def test_any_offset_and_length(backend, call, length):
+def test_any_offset_and_length_matches_the_formula(backend, call, length):
     case = make_case(Shape(1, 19, 37, 1, 1, 4), kv_len=[length])
     check(case, backend, **{**call, "q_offset": np.array([call["q_offset"]], np.int32)})

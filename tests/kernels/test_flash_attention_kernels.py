@@ -48,7 +48,7 @@ def backend_of(monkeypatch):
     program.clear_cache()
 
 
-def test_no_fetch_races_with_the_arithmetic(backend_of):
+def test_fetches_do_not_race_with_arithmetic(backend_of):
     params = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)
     tiling = tpu.TpuFlashTiling(16, 128)
     backend_of("tpu", partial(tpu.flash_attention, interpret=params, tiling=tiling))
@@ -60,7 +60,7 @@ def test_no_fetch_races_with_the_arithmetic(backend_of):
 @pytest.mark.parametrize(
     "tiling", [None, tpu.TpuFlashTiling(48, 256), tpu.TpuFlashTiling(16, 512)], ids=name_of
 )
-def test_every_tpu_tiling_is_the_formula(backend_of, tiling):
+def test_tpu_tilings_match_the_formula(backend_of, tiling):
     params = pltpu.InterpretParams()
     backend_of("tpu", partial(tpu.flash_attention, interpret=params, tiling=tiling))
     check(make_case(SHAPE), "tpu", **VARIANT)
@@ -70,7 +70,7 @@ def test_every_tpu_tiling_is_the_formula(backend_of, tiling):
 @pytest.mark.parametrize(
     "tiling", [None, gpu.GpuFlashTiling(64, 16), gpu.GpuFlashTiling(16, 128)], ids=name_of
 )
-def test_every_gpu_tiling_is_the_formula(backend_of, tiling):
+def test_gpu_tilings_match_the_formula(backend_of, tiling):
     backend_of("gpu", partial(gpu.flash_attention, launch=interpret, tiling=tiling))
     check(make_case(SHAPE), "gpu", **VARIANT)
 
@@ -100,7 +100,7 @@ def cornered(row, head, q, k):
 
 @needs_triton
 @pytest.mark.parametrize("mods", [{"score_mod": floats}, {"score_mod": integers}], ids=name_of)
-def test_mods_mean_the_same_in_triton(mods):
+def test_mods_translate_to_triton(mods):
     check(make_case(Shape(1, 20, 20, 2, 1, 16)), "gpu", mask_mod=cornered, **mods)
 
 
@@ -115,7 +115,7 @@ REFUSED = [
 
 @needs_triton
 @pytest.mark.parametrize(("mod", "message"), REFUSED, ids=[message for _, message in REFUSED])
-def test_what_triton_cannot_say_is_named_and_left_to_xla(mod, message):
+def test_untranslatable_mods_are_named_and_run_on_xla(mod, message):
     arrays = [jnp.ones((1, 4, 1, 16))] * 3
     trace = lambda backend: jax.eval_shape(
         partial(flash_attention, variant=PLAIN, score_mod=mod, backend=backend), *arrays
@@ -129,13 +129,13 @@ def test_what_triton_cannot_say_is_named_and_left_to_xla(mod, message):
 
 
 @needs_triton
-def test_a_head_of_another_size_is_left_to_xla():
+def test_unsupported_head_dim_is_declined():
     with pytest.raises(NoBackendError, match="head dim 48"):
         flash_attention(*[jnp.ones((1, 4, 1, 48))] * 3, variant=PLAIN, backend="gpu")
 
 
 @pytest.mark.parametrize("module", [tpu, gpu])
-def test_tilings_to_try_are_ones_that_fit(module):
+def test_candidate_tilings_fit(module):
     q, k = (jax.ShapeDtypeStruct((1, 2048, n, 128), jnp.bfloat16) for n in (32, 8))
     found = module.candidates(q, k, k, PLAIN, AttentionMask(causal=True))
     assert found[0] == module.heuristic(q, k) and len(set(found)) == len(found) > 3
@@ -163,6 +163,6 @@ def test_tilings_to_try_are_ones_that_fit(module):
         (lambda: gpu.GpuFlashTiling(16, 8), "k_tile is 8"),
     ],
 )
-def test_tilings_are_what_the_chips_take(make, message):
+def test_invalid_tilings_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()

@@ -68,7 +68,7 @@ def poisoned(case: Case, mask: BlockMask) -> Case:
 
 @every_backend
 @pytest.mark.parametrize("causal", [False, True])
-def test_empty_blocks_are_never_read(backend, causal):
+def test_empty_blocks_are_not_read(backend, causal):
     q_offset = 220 if causal else 0
     mask = block_mask(middle_hidden, QUERIES, KEYS, q_offset=q_offset, **BLOCKS)
     assert np.asarray(mask.kind)[0, 0].tolist() == [[1, 0, 2]] * 3
@@ -95,7 +95,7 @@ def test_masks_may_differ_by_row_and_head(backend):
 
 
 @every_backend
-def test_a_length_within_a_masked_block(backend):
+def test_length_within_a_masked_block_matches_the_formula(backend):
     mask = block_mask(middle_hidden, QUERIES, KEYS, **BLOCKS)
     case = make_case(SHAPE, kv_len=[300, 100])
     variant = {"scale": 0.25, "mask_mod": middle_hidden}
@@ -103,7 +103,7 @@ def test_a_length_within_a_masked_block(backend):
     assert_close(out, oracle(case, **variant)[0], 1e-5)
 
 
-def test_a_block_mask_counts_real_positions_alone():
+def test_block_mask_ignores_padding_positions():
     def mod(row, head, q, k):
         return (q < 19) & (k < 33)
 
@@ -137,7 +137,7 @@ TILES = [
 
 @pytest.mark.parametrize(("rule", "given", "expected"), TILES, ids=name_of)
 @pytest.mark.parametrize("is_traced", [False, True])
-def test_tiles_are_told_apart_while_tracing_and_later(rule, given, expected, is_traced):
+def test_tile_kinds_agree_when_traced_and_static(rule, given, expected, is_traced):
     if "hidden" in given:
         given = {"hidden": ColumnIntervals(*(jnp.asarray(x) for x in given["hidden"]))}
     find = lambda arrays: tile_kinds(FlashRule(1.0, **rule), FlashArrays(**arrays), 12, 12, (4, 4))
@@ -146,7 +146,7 @@ def test_tiles_are_told_apart_while_tracing_and_later(rule, given, expected, is_
     assert kinds[0, 0].tolist() == expected
 
 
-def test_lists_of_tiles():
+def test_tile_lists_put_whole_tiles_first():
     kinds = np.array([[[[1, 0, 2, 2], [0, 0, 0, 0], [0, 1, 0, 0]]]])
     walk = walk_of(kinds)
     assert walk.num_whole[0, 0].tolist() == [2, 0, 0]
@@ -177,14 +177,14 @@ def test_results_over_disjoint_keys_merge(backend):
     assert np.allclose(np.asarray(lse), ref_lse, rtol=1e-5, atol=1e-5)
 
 
-def test_merging_nothing_with_nothing_is_nothing():
+def test_merge_of_empty_results_is_empty():
     out, lse = jnp.zeros((1, 2, 1, 4), jnp.bfloat16), jnp.full((1, 2, 1), -jnp.inf)
     merged, merged_lse = merge(out, lse, out, lse)
     assert merged.dtype == jnp.bfloat16 and not np.asarray(merged).any()
     assert np.isneginf(np.asarray(merged_lse)).all()
 
 
-def test_a_mod_may_close_over_arrays_where_there_is_no_kernel():
+def test_mods_may_close_over_arrays_outside_kernels():
     documents = jnp.asarray(np.repeat([0, 1, 2], [7, 20, 13]))
 
     def same(row, head, q, k):
@@ -235,7 +235,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[m[:20] for _, m in REFUSED])
-def test_what_does_not_fit_is_refused(monkeypatch, changes, message):
+def test_arguments_that_do_not_fit_are_refused(monkeypatch, changes, message):
     """By our own checks; in tests, jaxtyping's come before them."""
     arrays, options = _arguments(**changes)
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
@@ -244,6 +244,6 @@ def test_what_does_not_fit_is_refused(monkeypatch, changes, message):
         flash_attention(*arrays, variant=variant, mask=mask)
 
 
-def test_blocks_are_at_least_one():
+def test_block_sizes_below_one_are_refused():
     with pytest.raises(ValueError, match="blocks are 0 x 128"):
         block_mask(every, 8, 8, q_block=0)

@@ -80,7 +80,7 @@ def oracle(x, weight, activation="silu", bias=None) -> np.ndarray:
 @pytest.mark.matrix(by=("backend", "activation"))
 @every_backend
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_every_activation_is_the_formula(backend, activation):
+def test_activations_match_the_formula(backend, activation):
     x, weight, bias = arrays(5, 32, 48)
     out = run(x, weight, activation=activation, bias=bias, backend=backend)
     assert_close(out, oracle(x, weight, activation, bias), 1e-5)
@@ -93,14 +93,14 @@ SHAPES = [(1, 128, 128), (3, 37, 41), (33, 256, 130), (70, 96, 260)]
 @pytest.mark.matrix(by="backend")
 @every_backend
 @pytest.mark.parametrize(("T", "D", "F"), SHAPES)
-def test_shapes_around_tiles(backend, T, D, F):
+def test_shapes_around_tiles_match_the_formula(backend, T, D, F):
     x, weight, _ = arrays(T, D, F)
     assert_close(run(x, weight, backend=backend), oracle(x, weight), 1e-5)
 
 
 @every_backend
 @pytest.mark.parametrize(("T", "dtype"), [(1, "bfloat16"), (20, "float16")])
-def test_narrow_types_lose_no_more_than_their_own_digits(backend, dtype, T):
+def test_narrow_types_match_within_their_precision(backend, dtype, T):
     x, weight, bias = arrays(T, 160, 96, dtype)
     out = run(x, weight, bias=bias, backend=backend)
     assert out.dtype == dtype
@@ -110,7 +110,7 @@ def test_narrow_types_lose_no_more_than_their_own_digits(backend, dtype, T):
 @pytest.mark.matrix(by=("backend", "scheme"))
 @every_backend
 @pytest.mark.parametrize("scheme", QUANTIZED)
-def test_quantized_weights_are_the_numbers_they_stand_for(backend, scheme):
+def test_quantized_weights_match_their_dequantized_values(backend, scheme):
     x, weight, _ = arrays(3, 512, 40)
     x, weight = x.astype(ml_dtypes.bfloat16), quantize(weight, **QUANTIZED[scheme])
     ref = oracle(x, np.asarray(dequantize(weight)))
@@ -118,7 +118,7 @@ def test_quantized_weights_are_the_numbers_they_stand_for(backend, scheme):
 
 
 @every_backend
-def test_quantized_weights_lose_nothing_to_float32(backend):
+def test_quantized_weights_are_exact_in_float32(backend):
     x, weight, bias = arrays(18, 256, 24)
     weight = quantize(weight, bits=4, group_size=32, has_zeros=True)
     ref = oracle(x, np.asarray(dequantize(weight)), bias=bias)
@@ -135,7 +135,7 @@ def test_large_gates_do_not_overflow(backend):
         assert_close(out, np.maximum(gate, 0) * up, 1e-5)
 
 
-def test_the_halves_are_gate_then_up():
+def test_weight_halves_are_gate_then_up():
     """One matrix [D, 2, F] or [D, 2F] would say so otherwise."""
     x, weight, _ = arrays(3, 8, 4)
     off = weight * np.array([[[1.0]], [[0.0]]], np.float32)
@@ -155,7 +155,7 @@ def test_the_halves_are_gate_then_up():
         ({"bias": (2, 8)}, r"bias has shape \(2, 8\); it must be \(2, 4\)"),
     ],
 )
-def test_arguments_that_do_not_fit_are_refused_with_their_numbers(change, message):
+def test_arguments_that_do_not_fit_are_refused(change, message):
     given: dict[str, Any] = {"x": (3, 8), "gate_up": (2, 8, 4), "bias": (2, 4)} | change
     activation = given.pop("activation", "silu")
     specs = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in given.items()}
@@ -163,7 +163,7 @@ def test_arguments_that_do_not_fit_are_refused_with_their_numbers(change, messag
         api._check(**specs, activation=activation)
 
 
-def test_a_quantized_weight_that_does_not_fit_is_refused():
+def test_quantized_weight_that_does_not_fit_is_refused():
     x, weight, _ = arrays(3, 64, 8)
     good = quantize(weight, 8)
     bad = QuantArray(good.values, good.scales[..., :4], None, 8, 64)
@@ -173,7 +173,7 @@ def test_a_quantized_weight_that_does_not_fit_is_refused():
         run(x[:, :32], good)
 
 
-def test_float8_weights_are_declined_by_the_kernels_with_the_reason():
+def test_kernels_decline_float8_weights():
     x, weight, _ = arrays(3, 64, 8)
     weight = quantize(weight, 8, is_float=True)
     ref = oracle(x, np.asarray(dequantize(weight)))
@@ -188,7 +188,7 @@ def test_float8_weights_are_declined_by_the_kernels_with_the_reason():
     ("device", "T", "taker"),
     [("TPU v6 lite", 64, "xla"), ("TPU v6 lite", 128, "tpu"), ("TPU v5 lite", 64, "tpu")],
 )
-def test_the_front_door_takes_the_kernel_where_it_saves_something(device, T, taker, monkeypatch):
+def test_tpu_kernel_is_chosen_only_where_it_saves_work(device, T, taker, monkeypatch):
     """Quantized weights are the kernel's everywhere, and so is what asks for it by name."""
     x, weight = jnp.zeros((T, 32), jnp.bfloat16), jnp.zeros((2, 32, 14336), jnp.bfloat16)
     taken = []

@@ -28,7 +28,7 @@ def normal(*shape: int, dtype: Any = np.float32, seed: int = 0) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
-def test_no_fetch_of_the_gated_kernel_races_with_the_arithmetic():
+def test_gated_kernel_fetches_do_not_race():
     x, weight = normal(40, 256), normal(2, 256, 200, seed=1)
     options: dict[str, Any] = {"activation": "silu", "bias": None}
     out = gated.gated_mlp(
@@ -39,7 +39,7 @@ def test_no_fetch_of_the_gated_kernel_races_with_the_arithmetic():
     assert not races.races_found
 
 
-def test_no_fetch_of_the_grouped_kernel_races_with_the_arithmetic():
+def test_grouped_kernel_fetches_do_not_race():
     x, weights, sizes = normal(40, 256), normal(3, 256, 200, seed=1), jnp.array([5, 0, 30])
     out = grouped.grouped_matmul(
         x, weights, sizes, interpret=RACES, tiling=grouped.TpuGroupedTiling(16, 128, 128)
@@ -51,7 +51,7 @@ def test_no_fetch_of_the_grouped_kernel_races_with_the_arithmetic():
 
 
 @pytest.mark.parametrize("tiling", [(16, 512, 384), (48, 128, 128), (32, 256, 256)], ids=str)
-def test_every_tiling_is_the_formula(tiling):
+def test_tilings_match_the_formula(tiling):
     x, weight = normal(70, 512), normal(2, 512, 300, seed=1)
     options: dict[str, Any] = {"activation": "relu", "bias": normal(2, 300)}
     out = gated.gated_mlp(
@@ -76,7 +76,7 @@ def test_every_tiling_is_the_formula(tiling):
         ([41, 7], [*((i, 0, 41) for i in range(6)), (5, 1, 7)]),
     ],
 )
-def test_the_work_list_has_an_item_for_each_tile_of_a_group(sizes, items):
+def test_work_list_has_an_item_for_each_tile_of_a_group(sizes, items):
     found = work_list(jnp.array(sizes), 48, 8, EMULATOR)
     assert found.tile.shape == (6 + len(sizes),)
     rows = np.asarray(found.end - found.first)
@@ -85,7 +85,7 @@ def test_the_work_list_has_an_item_for_each_tile_of_a_group(sizes, items):
     assert all(item == (5, items[-1][1], 0) for item in listed[len(items) :])
 
 
-def test_weights_are_cut_where_they_are_stored_whole():
+def test_weight_tiles_end_at_storage_boundaries():
     plain = lambda D: jax.ShapeDtypeStruct((2, D, 256), jnp.bfloat16)
     assert rows_for(plain(4096), 2048) == 2048
     assert rows_for(plain(3584), 2048) == 1792
@@ -115,7 +115,7 @@ GATED = partial(gated.gated_mlp, activation="silu", bias=None)
         (jnp.float32, normal(2, 19997, 128), r"tiles of [0-9.]+ MiB; VMEM has room for 48"),
     ],
 )
-def test_what_the_compiler_refuses_is_declined_with_the_reason(dtype, weight, reason):
+def test_tpu_declines_with_the_reason(dtype, weight, reason):
     D = weight.num_rows if isinstance(weight, QuantArray) else weight.shape[1]
     x = jnp.zeros((640, D), dtype)
     with pytest.raises(NotImplementedError, match=reason):
@@ -125,7 +125,7 @@ def test_what_the_compiler_refuses_is_declined_with_the_reason(dtype, weight, re
 
 
 @pytest.mark.parametrize("tiling_type", [gated.TpuGatedTiling, grouped.TpuGroupedTiling])
-def test_tilings_that_the_kernels_cannot_walk_are_refused(tiling_type):
+def test_invalid_tilings_are_refused(tiling_type):
     with pytest.raises(ValueError, match="tokens 8 is no multiple of 16"):
         tiling_type(8, 128, 128)
     tiling = tiling_type(16, 96, 128)

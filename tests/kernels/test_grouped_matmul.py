@@ -94,7 +94,7 @@ SIZES = {
 
 
 @every_backend
-def test_sizes_of_every_kind(backend):
+def test_group_sizes_match_the_formula(backend):
     x, weights = arrays(40, 5, 24, 20)
     for sizes in SIZES.values():
         check(x, weights, sizes, backend, 1e-5)
@@ -107,7 +107,7 @@ SHAPES = [(1, 1, 16, 16), (2, 3, 128, 128), (37, 4, 37, 41), (70, 2, 256, 130), 
 @pytest.mark.matrix(by="backend")
 @every_backend
 @pytest.mark.parametrize(("T", "E", "D", "F"), SHAPES)
-def test_shapes_around_tiles(backend, T, E, D, F):
+def test_shapes_around_tiles_match_the_formula(backend, T, E, D, F):
     x, weights = arrays(T, E, D, F)
     rng = np.random.default_rng(1)
     sizes = np.bincount(rng.integers(0, E, T - T // 8), minlength=E).tolist()
@@ -116,7 +116,7 @@ def test_shapes_around_tiles(backend, T, E, D, F):
 
 @every_backend
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_narrow_types_lose_no_more_than_their_own_digits(backend, dtype):
+def test_narrow_types_match_within_their_precision(backend, dtype):
     x, weights = arrays(20, 3, 160, 96, dtype)
     check(x, weights, [7, 0, 12], backend, TOLERANCE[dtype])
 
@@ -124,14 +124,14 @@ def test_narrow_types_lose_no_more_than_their_own_digits(backend, dtype):
 @pytest.mark.matrix(by=("backend", "scheme"))
 @every_backend
 @pytest.mark.parametrize("scheme", QUANTIZED)
-def test_quantized_weights_are_the_numbers_they_stand_for(backend, scheme):
+def test_quantized_weights_match_their_dequantized_values(backend, scheme):
     x, weights = arrays(18, 3, 512, 24)
     weights = quantize(weights, **QUANTIZED[scheme])
     check(x.astype(ml_dtypes.bfloat16), weights, [9, 0, 8], backend, 1e-2)
 
 
 @every_backend
-def test_quantized_weights_lose_nothing_to_float32(backend):
+def test_quantized_weights_are_exact_in_float32(backend):
     x, weights = arrays(18, 3, 256, 24)
     weights = quantize(weights, bits=4, group_size=32, has_zeros=True)
     check(x, weights, [3, 15, 0], backend, 1e-5)
@@ -140,7 +140,7 @@ def test_quantized_weights_lose_nothing_to_float32(backend):
 @every_backend
 @settings(deadline=None, max_examples=8)
 @given(sizes=st.lists(st.integers(0, 12), min_size=4, max_size=4), seed=st.integers(0, 99))
-def test_any_sizes(backend, sizes, seed):
+def test_any_group_sizes_match_the_formula(backend, sizes, seed):
     x, weights = arrays(48, 4, 16, 8, seed=seed)
     check(x, weights, sizes, backend, 1e-5)
 
@@ -148,7 +148,7 @@ def test_any_sizes(backend, sizes, seed):
 @pytest.mark.matrix
 @pytest.mark.parametrize("tile", [1, 2, 4, 16, 64])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_the_loop_is_the_formula_whatever_its_tile(tile, sizes):
+def test_xla_loop_matches_the_formula_for_any_tile(tile, sizes):
     x, weights = arrays(40, 5, 12, 8)
     out = np.asarray(xla.grouped_matmul(x, weights, jnp.asarray(sizes), tile=tile))
     total = sum(sizes)
@@ -157,7 +157,7 @@ def test_the_loop_is_the_formula_whatever_its_tile(tile, sizes):
 
 
 @pytest.mark.parametrize("backend", ["xla", "tpu", pytest.param("gpu", marks=needs_triton)])
-def test_groups_without_rows_are_never_read(backend):
+def test_empty_groups_are_not_read(backend):
     x, weights = arrays(12, 4, 16, 8)
     weights[[0, 2]] = np.nan
     assert np.isfinite(run(x, weights, [0, 7, 0, 3], backend)).all()
@@ -173,13 +173,13 @@ def test_groups_without_rows_are_never_read(backend):
         ({"weights": (0, 8, 4), "group_sizes": (0,)}, "there are 5 rows and 0 groups"),
     ],
 )
-def test_arguments_that_do_not_fit_are_refused_with_their_numbers(change, message):
+def test_arguments_that_do_not_fit_are_refused(change, message):
     given = {"x": (5, 8), "weights": (3, 8, 4), "group_sizes": (3,)} | change
     with pytest.raises(ValueError, match=message):
         api._check(**{name: jax.ShapeDtypeStruct(s, np.float32) for name, s in given.items()})
 
 
-def test_float8_weights_are_declined_by_the_kernels_with_the_reason():
+def test_kernels_decline_float8_weights():
     x, weights = arrays(3, 2, 64, 8)
     weights = quantize(weights, 8, is_float=True)
     check(x, weights, [1, 2], None, 1e-5)

@@ -77,7 +77,7 @@ def test_values_are_the_first_numbers_of_the_keys(backend, variant):
     ("num_heads", "head_dim", "value_dim", "page_size"),
     [(16, 576, 512, 16), (1, 24, 24, 8), (5, 9, 1, 1)],
 )
-def test_latents_of_every_size(backend, num_heads, head_dim, value_dim, page_size):
+def test_latent_sizes_match_the_formula(backend, num_heads, head_dim, value_dim, page_size):
     shape = Shape(16, 4, num_heads, 1, head_dim, page_size, 32, 80)
     check(make_case([(1, 20), (9, 30), (1, 3), (2, 2)], shape), backend, value_dim)
 
@@ -87,13 +87,13 @@ def test_latents_of_every_size(backend, num_heads, head_dim, value_dim, page_siz
     ("dtype", "cache_dtype"),
     [("bfloat16", "bfloat16"), ("float32", "int8"), ("float32", "float8_e4m3fn")],
 )
-def test_latents_of_narrow_and_quantized_types(backend, dtype, cache_dtype):
+def test_narrow_and_quantized_latents_match_the_formula(backend, dtype, cache_dtype):
     shape = dataclasses.replace(SMALL, dtype=dtype, cache_dtype=cache_dtype)
     check(make_case(MIXED, shape), backend)
 
 
 @every_backend
-def test_latents_in_folded_pages(backend):
+def test_folded_latents_equal_plain_ones(backend):
     rows, lanes = rows_and_lanes(SMALL.page_size, 96)  # one token a row of 128 lanes
     assert (rows, fold_of(lanes, 96)) == (16, 1)
     wide = dataclasses.replace(SMALL, head_dim=96)
@@ -108,7 +108,7 @@ def test_latents_in_folded_pages(backend):
 
 
 @every_backend
-def test_batch_invariant_results_do_not_depend_on_company(backend):
+def test_batch_invariant_results_do_not_depend_on_the_batch(backend):
     variant = AttentionVariant(0.25, value_dim=VALUE_DIM)
     options = {"batch_invariant": True, "backend": backend}
     case = make_case(MIXED, SMALL)
@@ -131,7 +131,7 @@ def test_batch_invariant_results_do_not_depend_on_company(backend):
 
 
 @pytest.mark.parametrize("backend", ["tpu", "gpu", "hopper"])
-def test_kernels_that_read_pages_of_values_say_so(backend):
+def test_kernels_decline_pages_without_values(backend):
     with pytest.raises(NoBackendError, match="values are a part of the keys"):
         variant = AttentionVariant(1.0, value_dim=VALUE_DIM)
         paged_attention(*keys_alone(make_case(MIXED, SMALL)), variant=variant, backend=backend)
@@ -146,7 +146,7 @@ def test_kernels_that_read_pages_of_values_say_so(backend):
         (False, 21, "value_dim is 21; keys of 20 take 1 to 20"),
     ],
 )
-def test_values_must_be_somewhere(has_values, value_dim, message):
+def test_value_dim_must_fit_the_pages(has_values, value_dim, message):
     case = make_case(MIXED, SMALL)
     arguments = case.arrays() if has_values else keys_alone(case)
     with pytest.raises(ValueError, match=message):
@@ -155,7 +155,7 @@ def test_values_must_be_somewhere(has_values, value_dim, message):
 
 @pytest.mark.parametrize("cache_dtype", ["float32", "int8"])
 @every_backend
-def test_a_step_stores_the_keys_and_attends_over_them(backend, cache_dtype):
+def test_step_stores_keys_and_attends(backend, cache_dtype):
     """The same as with values in pages of their own, and these are not there afterwards."""
     shape = dataclasses.replace(SMALL, cache_dtype=cache_dtype)
     q, rows, pages = make_case([(3, 9), (1, 30)], shape).arrays()
@@ -176,7 +176,7 @@ def test_a_step_stores_the_keys_and_attends_over_them(backend, cache_dtype):
     assert np.array_equal(stored.k, stored_both.k, equal_nan=True)
 
 
-def test_values_without_pages_and_pages_without_values_are_refused():
+def test_values_that_do_not_fit_the_pages_are_refused():
     x, at = jnp.zeros((4, 1, 20)), jnp.zeros(4, jnp.int32)
     latent, new = KVPages(jnp.zeros((3, 1, 16, 20)), None), NewTokens(x, None, at, at)
     with pytest.raises(ValueError, match="values for pages without them"):
@@ -189,7 +189,7 @@ def test_values_without_pages_and_pages_without_values_are_refused():
 
 
 @pytest.mark.parametrize("cache_dtype", ["float32", "int8"])
-def test_the_tpus_kernel_writes_latents_as_xla_does(cache_dtype):
+def test_tpu_kernel_writes_latents_as_xla_does(cache_dtype):
     rng = np.random.default_rng(0)
     values = rng.integers(-9, 9, (6, 1, 32, 128)).astype(cache_dtype)
     values[..., 96:] = 0
@@ -206,7 +206,7 @@ def test_the_tpus_kernel_writes_latents_as_xla_does(cache_dtype):
     assert scales is None or (out.k_scales == expected.k_scales).all()
 
 
-def test_a_write_of_latents_is_in_place_under_donation():
+def test_latent_write_is_in_place_under_donation():
     pool = KVPages(jax.ShapeDtypeStruct((4096, 1, 16, 576), jnp.float32), None)  # type: ignore[arg-type]
     new, ids = jax.ShapeDtypeStruct((16, 1, 576), jnp.float32), jax.ShapeDtypeStruct((16,), "int32")
     store = lambda pages, k, page, offset: write(pages, NewTokens(k, None, page, offset))
@@ -217,7 +217,7 @@ def test_a_write_of_latents_is_in_place_under_donation():
 
 
 @pytest.mark.parametrize(("dtype", "of_token"), [("bfloat16", 1152), ("int8", 576 + 4)])
-def test_a_page_takes_the_bytes_of_its_latents(dtype, of_token):
+def test_page_bytes_count_latents(dtype, of_token):
     cache = CacheShape(61, 1, 576, 512)
     size = {"page_size": 128, "dtype": jnp.dtype(dtype)}
     assert kv_cache.page_bytes(cache, **size) == 61 * 128 * of_token
@@ -225,6 +225,6 @@ def test_a_page_takes_the_bytes_of_its_latents(dtype, of_token):
     assert pages.k.shape == (3, 1, 128, 576) and pages.v is None and pages.v_scales is None
 
 
-def test_latents_of_no_size_are_refused():
+def test_latent_sizes_below_one_are_refused():
     with pytest.raises(ValueError, match=r"kv_rank is 0; .*; q_rank is -1"):
         LatentConfig(0, 8, 8, 8, q_rank=-1)

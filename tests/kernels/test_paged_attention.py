@@ -55,7 +55,7 @@ VARIANTS = {
 @pytest.mark.matrix(by=("backend", "variant"))
 @every_backend
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_variant_is_the_formula(backend, variant):
+def test_variants_match_the_formula(backend, variant):
     check(make_case(MIXED), backend, **VARIANTS[variant])
 
 
@@ -65,7 +65,7 @@ def test_every_variant_is_the_formula(backend, variant):
     ("num_heads", "num_kv_heads", "head_dim"),
     [(2, 2, 64), (6, 2, 80), (3, 1, 96), (4, 2, 128), (4, 1, 192), (2, 1, 256)],
 )
-def test_heads_of_every_model_shape(backend, num_heads, num_kv_heads, head_dim):
+def test_head_shapes_of_models_match_the_formula(backend, num_heads, num_kv_heads, head_dim):
     shape = Shape(
         num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, num_tokens=16, num_rows=4
     )
@@ -75,7 +75,7 @@ def test_heads_of_every_model_shape(backend, num_heads, num_kv_heads, head_dim):
 @pytest.mark.matrix(by=("backend", "page_size"))
 @every_backend
 @pytest.mark.parametrize("page_size", [1, 8, 32, 128, 256])
-def test_lengths_around_page_boundaries(backend, page_size):
+def test_lengths_around_page_boundaries_match_the_formula(backend, page_size):
     B = page_size
     shape = Shape(
         num_heads=2,
@@ -111,7 +111,7 @@ EDGES = {
 @pytest.mark.matrix(by=("backend", "edge"))
 @every_backend
 @pytest.mark.parametrize("edge", EDGES)
-def test_edges(backend, edge):
+def test_edge_cases_match_the_formula(backend, edge):
     check(make_case(EDGES[edge]), backend)
     check(make_case(EDGES[edge]), backend, window=3, sinks=SINKS)
 
@@ -119,7 +119,7 @@ def test_edges(backend, edge):
 @pytest.mark.matrix(by="backend")
 @every_backend
 @pytest.mark.parametrize(("num_tokens", "num_rows"), [(1, 1), (2, 2), (4, 4)])
-def test_steps_with_as_many_rows_as_tokens(backend, num_tokens, num_rows):
+def test_step_with_as_many_rows_as_tokens_matches_the_formula(backend, num_tokens, num_rows):
     shape = Shape(num_tokens=num_tokens, num_rows=num_rows)
     fillings = [[(n, n + 3)] for n in range(num_tokens + 1)]
     fillings += [[(n, n), (num_tokens - n, 40)] for n in range(num_tokens)] if num_rows > 1 else []
@@ -128,7 +128,7 @@ def test_steps_with_as_many_rows_as_tokens(backend, num_tokens, num_rows):
 
 
 @every_backend
-def test_one_long_row_beside_many_of_one_token(backend):
+def test_long_row_among_short_ones_matches_the_formula(backend):
     shape = Shape(
         num_tokens=24,
         num_rows=24,
@@ -143,7 +143,7 @@ def test_one_long_row_beside_many_of_one_token(backend):
 
 
 @every_backend
-def test_chunks_longer_than_a_tile(backend):
+def test_chunks_longer_than_a_tile_match_the_formula(backend):
     shape = Shape(
         num_tokens=300, num_rows=3, num_heads=2, num_kv_heads=1, head_dim=8, table_width=40
     )
@@ -161,7 +161,7 @@ def test_chunks_longer_than_a_tile(backend):
         ("float16", "float16"),
     ],
 )
-def test_narrow_types_lose_no_more_than_their_own_digits(backend, dtype, cache_dtype):
+def test_narrow_types_match_within_their_precision(backend, dtype, cache_dtype):
     shape = Shape(dtype=dtype, cache_dtype=cache_dtype)
     check(make_case(MIXED, shape), backend, **VARIANTS["all"])
 
@@ -172,7 +172,7 @@ QUANTIZED = [("float32", "int8"), ("bfloat16", "int8"), ("float32", "float8_e4m3
 @pytest.mark.matrix(by="backend")
 @every_backend
 @pytest.mark.parametrize(("dtype", "cache_dtype"), QUANTIZED)
-def test_quantized_pages_are_what_is_stored_times_its_scale(backend, dtype, cache_dtype):
+def test_quantized_pages_match_stored_numbers_times_scales(backend, dtype, cache_dtype):
     """The oracle multiplies the same stored numbers, so that the kernel's own error shows."""
     shape = Shape(dtype=dtype, cache_dtype=cache_dtype, page_size=32)
     check(make_case(MIXED, shape), backend)
@@ -180,14 +180,14 @@ def test_quantized_pages_are_what_is_stored_times_its_scale(backend, dtype, cach
 
 
 @pytest.mark.parametrize(("cache_dtype", "tolerance"), [("int8", 2e-2), ("float8_e4m3fn", 5e-2)])
-def test_quantized_pages_stay_close_to_what_they_were_made_from(cache_dtype, tolerance):
+def test_quantized_pages_stay_close_to_the_originals(cache_dtype, tolerance):
     exact, stored = (make_case(MIXED, Shape(cache_dtype=d)) for d in ("float32", cache_dtype))
     out, ref = oracle(stored, scale=0.25), oracle(exact, scale=0.25)
     assert np.linalg.norm(out - ref) <= tolerance * np.linalg.norm(ref)
 
 
 @every_backend
-def test_rows_may_share_their_first_pages(backend):
+def test_rows_may_share_pages(backend):
     rows = [(1, 33), (5, 40), (1, 64), (1, 50), (8, 33)]
     case = make_case(rows, shared=2)
     assert len(set(case.page_table[:5, 0])) == 1
@@ -203,7 +203,7 @@ def test_large_scores_do_not_overflow(backend):
 
 
 @every_backend
-def test_poison_of_any_kind_stays_out(backend):
+def test_unowned_memory_never_reaches_the_output(backend):
     """Infinities and huge numbers where the other cases have NaN."""
     case = make_case(MIXED)
     clean = run(case, backend, scale=0.25)
@@ -214,7 +214,7 @@ def test_poison_of_any_kind_stays_out(backend):
 
 
 @every_quick_backend
-def test_results_do_not_depend_on_the_width_of_the_table(backend):
+def test_results_do_not_depend_on_the_table_width(backend):
     narrow = make_case(MIXED)
     wide = np.pad(narrow.page_table, ((0, 0), (0, 53)), constant_values=narrow.page_table[-1, -1])
     out = run(narrow, backend, scale=0.25)
@@ -240,7 +240,7 @@ ROWS = st.lists(st.tuples(st.integers(0, 24), st.integers(0, 40)), max_size=5).m
 @every_quick_backend
 @settings(deadline=None, max_examples=60)
 @given(rows=ROWS, seed=st.integers(0, 99))
-def test_any_ragged_batch(backend, rows, seed):
+def test_any_ragged_batch_matches_the_formula(backend, rows, seed):
     check(make_case(rows, SMALL, seed=seed), backend)
     check(make_case(rows, SMALL, seed=seed), backend, window=6, sinks=SINKS)
 
@@ -270,7 +270,7 @@ def _split(whole: Case, chunk: tuple[int, int], T: int, R: int, at: int) -> Case
 @pytest.mark.matrix(by="backend")
 @every_quick_backend
 @pytest.mark.parametrize("variant", ["plain", "all"])
-def test_batch_invariant_results_are_bit_equal_in_any_chunk_and_company(backend, variant):
+def test_batch_invariant_results_are_bit_equal_in_any_batch(backend, variant):
     options = {"scale": 0.25, **VARIANTS[variant], "batch_invariant": True}
     whole = _sequence(SMALL, 40)
     truth = run(whole, backend, **options)
@@ -284,13 +284,13 @@ def test_batch_invariant_results_are_bit_equal_in_any_chunk_and_company(backend,
 
 
 @every_quick_backend
-def test_batch_invariant_results_are_the_formula_too(backend):
+def test_batch_invariant_results_match_the_formula(backend):
     check(make_case(MIXED), backend, batch_invariant=True)
     check(make_case([(24, 30), (0, 0), (24, 24)]), backend, batch_invariant=True, window=4)
 
 
 @every_quick_backend
-def test_chunks_give_what_the_whole_gives(backend):
+def test_chunked_prefill_equals_whole_prefill(backend):
     whole = _sequence(SMALL, 40)
     truth = run(whole, backend, scale=0.25)
     for first, end in ((0, 1), (0, 16), (16, 29), (29, 30), (30, 40)):

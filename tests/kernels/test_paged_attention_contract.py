@@ -43,7 +43,7 @@ def walks(monkeypatch):
     return noted
 
 
-def test_the_walk_follows_real_lengths(walks):
+def test_xla_cost_follows_real_lengths(walks):
     """Blocks read by the xla backend: those a row can see, whatever T, R and W allow."""
     shape = Shape(num_rows=20, num_tokens=40, table_width=300, num_pages=350)
     walk = partial(paged_attention, backend="xla")
@@ -77,7 +77,7 @@ CELLS = st.tuples(st.integers(0, 7), st.integers(0, 3))  # pages 6 and 7 do not 
     cells=st.lists(CELLS, min_size=5, max_size=5, unique=True),
     dtype=st.sampled_from(["float32", "bfloat16"]),
 )
-def test_write_pages_changes_the_named_cells_and_nothing_else(cells, dtype):
+def test_write_pages_changes_only_the_named_slots(cells, dtype):
     rng = np.random.default_rng(0)
     pages = rng.normal(size=(6, 2, 4, 3)).astype(jnp.dtype(dtype))
     new = rng.normal(size=(5, 2, 3)).astype(np.float32)
@@ -90,7 +90,7 @@ def test_write_pages_changes_the_named_cells_and_nothing_else(cells, dtype):
     assert out.dtype == pages.dtype and np.array_equal(np.asarray(out), expected)
 
 
-def test_write_pages_drops_poison_with_its_token():
+def test_write_pages_drops_tokens_past_the_pool():
     pages, new = jnp.zeros((3, 1, 2, 4)), jnp.full((2, 1, 4), jnp.nan)
     out = write_pages(pages, new, jnp.array([3, 2**31 - 1]), jnp.array([0, 1]))
     assert not np.asarray(out).any()
@@ -154,7 +154,7 @@ def _arrays(**changes) -> dict[str, Any]:
         ({"q_start": (1,), "kv_len": (0,), "page_table": (0, 5)}, "there are 0 rows"),
     ],
 )
-def test_shapes_that_do_not_fit_are_refused_with_their_numbers(changes, message):
+def test_shapes_that_do_not_fit_are_refused(changes, message):
     api.check_call(**_arrays(), variant=AttentionVariant(1.0))
     with pytest.raises(ValueError, match=message):
         api.check_call(**_arrays(**changes), variant=AttentionVariant(1.0))
@@ -171,27 +171,27 @@ def test_shapes_that_do_not_fit_are_refused_with_their_numbers(changes, message)
         ({"soft_cap": float("inf")}, "soft_cap is inf; it must be above 0 and finite"),
     ],
 )
-def test_variants_out_of_range_are_refused_with_their_value(variant, message):
+def test_variants_out_of_range_are_refused(variant, message):
     with pytest.raises(ValueError, match=message):
         run(make_case([(1, 1)]), None, scale=1.0, **variant)
 
 
 @pytest.mark.parametrize("name", ["sinks", "alibi_slopes"])
-def test_numbers_of_heads_must_be_one_a_query_head(name):
+def test_per_head_arrays_must_have_one_number_a_head(name):
     options: dict[str, Any] = {name: jnp.zeros(2)}
     variant = AttentionVariant(1.0, **options)
     with pytest.raises(ValueError, match=rf"{name} has shape \(2,\); it must be \(4,\)"):
         variant.check(4)
 
 
-def test_a_backend_can_be_forced_and_an_unknown_one_is_refused():
+def test_backend_can_be_forced():
     case = make_case(ROWS)
     with pytest.raises(ValueError, match="paged_attention has no backend 'cuda'"):
         run(case, "cuda", scale=1.0)
     assert np.array_equal(run(case, "xla", scale=1.0), run(case, None, scale=1.0))
 
 
-def test_a_backend_that_declines_is_named(monkeypatch):
+def test_declining_backend_is_named(monkeypatch):
     def declines(*args, **kwargs):
         raise NotImplementedError("head dim 16 is too odd")
 

@@ -101,7 +101,7 @@ def divide(active: int, total: int, first: int = 0) -> tuple[np.ndarray, np.ndar
 
 @settings(deadline=None, max_examples=15)
 @given(total=st.integers(1, 4096), programs=st.integers(1, 511))
-def test_stretches_differ_by_one_block_at_most(total, programs):
+def test_program_shares_differ_by_at_most_one_block(total, programs):
     active = min(total, programs)
     starts, owner = divide(active, total)
     shares = np.diff(starts)
@@ -110,7 +110,7 @@ def test_stretches_differ_by_one_block_at_most(total, programs):
     assert np.array_equal(owner, np.repeat(np.arange(active), shares))
 
 
-def test_a_division_of_long_work_does_not_overflow():
+def test_division_of_long_work_does_not_overflow():
     total = 1 << 24
     expected = np.arange(265) * total // 264
     starts, owner = divide(264, total, first=int(expected[263]) - 2048)
@@ -136,7 +136,7 @@ ROWS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 70)), min_size=5, ma
 
 @settings(deadline=None, max_examples=25)
 @given(rows=ROWS, window=st.sampled_from([None, 1, 17]), row_block=st.sampled_from([16, 32]))
-def test_the_work_list_is_every_rows_tiles_in_order(rows, window, row_block):
+def test_work_list_has_the_tiles_of_every_row_in_order(rows, window, row_block):
     plan = plan_for(window, row_block)
     q_start = np.concatenate([[0], np.cumsum([n for n, _ in rows])]).astype(np.int32)
     kv_len = np.array([n + before for n, before in rows], np.int32)
@@ -154,7 +154,7 @@ def test_the_work_list_is_every_rows_tiles_in_order(rows, window, row_block):
     assert np.array_equal(items[6], np.cumsum(blocks)) and (items[5] == blocks).all()
 
 
-def test_a_long_row_beside_many_short_ones_is_the_work_of_the_whole_grid():
+def test_long_row_is_shared_by_the_whole_grid():
     shape = dataclasses.replace(SMALL, page_size=64, table_width=128, num_pages=160)
     case = make_case([(1, 1)] * 11 + [(1, 8192)] + [(1, 1)] * 12, shape)
     watched = Watched()
@@ -168,7 +168,7 @@ def test_a_long_row_beside_many_short_ones_is_the_work_of_the_whole_grid():
 @pytest.mark.matrix
 @pytest.mark.parametrize("occupancy", [1, 5])
 @pytest.mark.parametrize("rows", ["decodes", "mixed"])
-def test_units_cut_anywhere_are_merged(rows, occupancy):
+def test_split_units_are_merged(rows, occupancy):
     decodes = [(1, n) for n in (1, 16, 17, 150, 33, 2, 64, 129)]
     shape = Shape(num_tokens=8, num_rows=8) if rows == "decodes" else Shape()
     case = make_case(decodes if rows == "decodes" else MIXED, shape)
@@ -181,12 +181,12 @@ def test_units_cut_anywhere_are_merged(rows, occupancy):
     assert np.array_equal(out, watched.outputs[0]) and np.array_equal(lse, watched.outputs[1])
 
 
-def test_fewer_blocks_than_programs():
+def test_fewer_blocks_than_programs_match_the_formula():
     for rows in ([], [(2, 3), (1, 17)]):
         check(make_case(rows, SMALL), tiling=GpuPagedTiling(16, 16, 2, 4, 9))
 
 
-def test_lanes_merged_in_runs():
+def test_parts_are_merged_in_runs_of_lanes():
     shape = Shape(num_tokens=40, num_rows=3, num_heads=2, num_kv_heads=1, head_dim=192)
     case, watched = make_case([(17, 120), (1, 60), (20, 20)], shape), Watched()
     check(case, watched, tiling=GpuPagedTiling(64, 16, 2, 4, 3))
@@ -194,7 +194,7 @@ def test_lanes_merged_in_runs():
     assert watched.parts.any()
 
 
-def test_every_candidate_gives_the_same_answer():
+def test_candidate_tilings_match_the_formula():
     case = make_case([(1, 33), (9, 40)], Shape(num_tokens=12, num_rows=3))
     found = gpu.candidates(*case.arrays(), AttentionVariant(1.0))
     assert len(set(found)) == len(found) > 20
@@ -203,7 +203,7 @@ def test_every_candidate_gives_the_same_answer():
         check(case, tiling=GpuPagedTiling(row_block, block, 2, 4, 1))
 
 
-def test_pages_behind_the_window_may_be_gone():
+def test_pages_outside_the_window_are_not_read():
     case = make_case([(1, 100), (5, 90), (1, 33)])
     table = case.page_table.copy()
     for r, oldest in enumerate((100 - 20, 85 - 20, 33 - 20)):
@@ -211,7 +211,7 @@ def test_pages_behind_the_window_may_be_gone():
     check(dataclasses.replace(case, page_table=table), window=20)
 
 
-def test_no_unit_is_cut_when_the_batch_may_not_matter():
+def test_batch_invariant_mode_splits_no_unit():
     shape = Shape(num_tokens=16, num_rows=16)
     rows = [(1, 150), (1, 40), (1, 17), (1, 90)]
     alone = make_case(rows[:1], shape)
@@ -226,7 +226,7 @@ def test_no_unit_is_cut_when_the_batch_may_not_matter():
     check(make_case(MIXED), batch_invariant=True)
 
 
-def test_every_number_of_float8_is_read_right():
+def test_float8_values_are_decoded_exactly():
     """A token that sees itself alone gets its value back."""
     codes = np.arange(256, dtype=np.uint8)
     codes[[0x7F, 0xFF]] = 0  # NaN
@@ -258,7 +258,7 @@ def on_gpu(kind: str, num_cores: int, case: Case, **options: Any) -> TritonLaunc
 @pytest.mark.parametrize(
     ("kind", "num_cores"), [("NVIDIA A100-SXM4-80GB", 108), ("NVIDIA H100 80GB HBM3", 132)]
 )
-def test_the_grid_is_the_devices_multiprocessors_times_what_each_holds(kind, num_cores):
+def test_grid_size_is_multiprocessors_times_occupancy(kind, num_cores):
     shape = Shape(num_tokens=16, num_rows=16, dtype="bfloat16", cache_dtype="bfloat16")
     shape = dataclasses.replace(shape, head_dim=128, table_width=100)
     launch = on_gpu(kind, num_cores, make_case([(1, 40)], shape))
@@ -267,7 +267,7 @@ def test_the_grid_is_the_devices_multiprocessors_times_what_each_holds(kind, num
     assert launch.outputs[4].shape == launch.inputs[10].shape == launch.grid
 
 
-def test_float8_is_handed_over_by_its_bits():
+def test_float8_pages_are_passed_as_int8():
     shape = Shape(cache_dtype="float8_e4m3fn")
     launch = on_gpu("NVIDIA A100-SXM4-80GB", 108, make_case(MIXED, shape))
     assert launch.signature["k_pages"] == launch.signature["v_pages"] == "*i8"
@@ -275,7 +275,7 @@ def test_float8_is_handed_over_by_its_bits():
 
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "int8", "float8_e4m3fn"])
-def test_any_shape_has_a_tiling(stored):
+def test_heuristic_has_a_tiling_for_any_shape(stored):
     dtype = "float32" if stored == "float32" else "bfloat16"
     for group, R, H in itertools.product((1, 3, 16, 71), (64, 5), (8, 64, 80, 192, 256)):
         q = jax.ShapeDtypeStruct((64, 2 * group, H), jnp.dtype(dtype))
@@ -287,7 +287,7 @@ def test_any_shape_has_a_tiling(stored):
         assert key == f"T=64 R={R} N={2 * group} K=2 H={H} B=16 {dtype} {stored}"
 
 
-def test_refusals_name_what_is_wrong():
+def test_refusals_name_the_reason():
     case = make_case(MIXED)
     other = dataclasses.replace
     eighth, bytes_, half = (
@@ -320,7 +320,7 @@ def test_refusals_name_what_is_wrong():
             GpuPagedTiling(*fields)
 
 
-def test_a_gpu_that_is_too_old_or_unknown_declines():
+def test_old_or_unknown_gpu_is_declined():
     case = make_case([(1, 4)])
     with pytest.raises(NotImplementedError, match="compute capability of 'Tesla K80'"):
         on_gpu("Tesla K80", 13, case)

@@ -101,7 +101,7 @@ def emulate(monkeypatch):
 
 
 @pytest.mark.parametrize("variant", [{}, VARIANT], ids=["plain", "all"])
-def test_chunks_and_decodes_are_the_formula(emulate, variant):
+def test_chunks_and_decodes_match_the_formula(emulate, variant):
     check(make_case(MIXED, SHAPE), "hopper", **variant)
 
 
@@ -110,7 +110,7 @@ TILINGS = [HopperTiling(64, 3, 1), HopperTiling(128, 2)]
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("tiling", TILINGS, ids=str)
-def test_every_tiling_is_the_formula(emulate, tiling):
+def test_tilings_match_the_formula(emulate, tiling):
     emulate(tiling)
     check(make_case(MIXED, SHAPE), "hopper", **VARIANT)
 
@@ -125,7 +125,7 @@ MODELS = {
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("model", MODELS)
-def test_heads_and_pages_of_every_kind(emulate, model):
+def test_head_and_page_sizes_match_the_formula(emulate, model):
     sizes = {"num_tokens": 24, "num_rows": 2, "num_kv_heads": 1, **MODELS[model]}
     sizes["table_width"] = 160 // SHAPE.page_size
     shape = dataclasses.replace(SHAPE, **sizes, cache_dtype=sizes.get("dtype", "bfloat16"))
@@ -142,13 +142,13 @@ EDGES = {
 
 
 @pytest.mark.parametrize("edge", EDGES)
-def test_edges(emulate, edge):
+def test_edge_cases_match_the_formula(emulate, edge):
     check(make_case(EDGES[edge], ONE_HEAD), "hopper")
 
 
 @pytest.mark.filterwarnings("ignore:.* encountered in matmul:RuntimeWarning")
 @pytest.mark.parametrize("poison", [np.inf, 3e38])
-def test_poison_of_any_kind_stays_out(emulate, poison):
+def test_unowned_memory_never_reaches_the_output(emulate, poison):
     """Infinities and huge numbers where the other cases have NaN."""
     case = make_case([(9, 33), (3, 70)], dataclasses.replace(ONE_HEAD, num_tokens=16))
     clean = run(case, "hopper", scale=0.25)
@@ -160,14 +160,14 @@ def test_poison_of_any_kind_stays_out(emulate, poison):
     assert np.array_equal(run(other, "hopper", scale=0.25), clean)
 
 
-def test_no_copy_races_with_the_arithmetic(emulate):
+def test_copies_do_not_race_with_arithmetic(emulate):
     emulate(HopperTiling(64, 2), detect_races=True)
     check(make_case([(40, 190), (1, 1)], dataclasses.replace(ONE_HEAD, num_tokens=48)), "hopper")
     races: Any = emulator.get_races()
     assert not races.races_found
 
 
-def test_pages_that_no_query_sees_are_never_touched(emulate):
+def test_unseen_pages_are_not_read(emulate):
     """The emulator raises where a read leaves its array."""
     emulate(HopperTiling(64, 2, 1), out_of_bounds_reads="raise")
     shape = dataclasses.replace(ONE_HEAD, num_tokens=32, num_rows=1, table_width=20)
@@ -213,7 +213,7 @@ _work_list = jax.jit(work_list, static_argnums=0)
 
 @settings(deadline=None, max_examples=60)
 @given(rows=ROWS, plan=st.sampled_from(PLANS))
-def test_items_hold_every_token_once_and_all_that_it_sees(rows, plan):
+def test_items_cover_every_token_once_with_all_its_keys(rows, plan):
     window, block = plan.window, plan.block
     kv_len = [queries + before for queries, before in rows]
     q_start = np.cumsum([0, *(queries for queries, _ in rows)], dtype=np.int32)
@@ -267,7 +267,7 @@ def _lower(arguments: tuple[Any, ...], kind: str = "NVIDIA H200", **options: Any
 
 
 @pytest.mark.parametrize("sizes", [{}, {"N": 7, "K": 1}, {"H": 128, "B": 64}, {"H": 256}], ids=str)
-def test_the_kernel_lowers_for_a_gpu(sizes):
+def test_kernel_lowers_for_a_gpu(sizes):
     arguments = _abstract(**sizes)
     _lower(arguments)
     heads = jnp.ones(arguments[0].shape[1])
@@ -276,7 +276,7 @@ def test_the_kernel_lowers_for_a_gpu(sizes):
 
 
 @pytest.mark.parametrize("sizes", [{}, {"H": 128, "B": 64}, {"H": 256, "B": 64}], ids=str)
-def test_the_largest_candidates_lower_for_a_gpu(sizes):
+def test_largest_candidates_lower_for_a_gpu(sizes):
     """Pallas refuses a kernel that takes more shared memory than a CTA can have."""
     arguments = _abstract(**sizes)
     found = hopper.candidates(*arguments)
@@ -297,12 +297,12 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("reason", REFUSALS)
-def test_declines_by_name_what_it_does_not_take(reason):
+def test_unsupported_calls_are_declined_with_the_reason(reason):
     with pytest.raises(NotImplementedError, match=reason):
         _lower(_abstract(**REFUSALS[reason]))
 
 
-def test_declines_gpus_that_are_not_hopper():
+def test_other_gpus_are_declined():
     with pytest.raises(NotImplementedError, match="NVIDIA A100-SXM4-80GB"):
         _lower(_abstract(), "NVIDIA A100-SXM4-80GB")
 
@@ -311,7 +311,7 @@ def test_declines_gpus_that_are_not_hopper():
     ("version", "is_sound"),
     [("12.6.85", True), ("12.8.93", False), ("12.9.41", False), ("12.9.86", True)],
 )
-def test_declines_an_assembler_that_makes_wrong_code(monkeypatch, version, is_sound):
+def test_miscompiling_assembler_is_declined(monkeypatch, version, is_sound):
     monkeypatch.setattr("importlib.metadata.version", lambda name: version)
     if is_sound:
         return hopper._check_assembler()
@@ -319,7 +319,7 @@ def test_declines_an_assembler_that_makes_wrong_code(monkeypatch, version, is_so
         hopper._check_assembler()
 
 
-def test_tilings_that_do_not_fit_say_what_does():
+def test_invalid_tilings_are_refused():
     with pytest.raises(ValueError, match="block is 32; it must be 64, 128 or 256"):
         HopperTiling(32, 2)
     with pytest.raises(ValueError, match="slots is 1"):

@@ -62,7 +62,7 @@ def emulate(monkeypatch):
 
 
 @pytest.mark.parametrize("variant", [{}, VARIANT], ids=["plain", "all"])
-def test_no_fetch_races_with_the_arithmetic(emulate, variant):
+def test_fetches_do_not_race_with_arithmetic(emulate, variant):
     emulate(TpuPagedTiling(2, 16, slots=3, cores=2), detect_races=True, num_cores_or_threads=2)
     check(make_case(MIXED), "tpu", **variant)
     races: Any = emulator.races
@@ -79,13 +79,13 @@ TILINGS = [
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("tiling", TILINGS, ids=str)
-def test_every_tiling_is_the_formula(emulate, tiling):
+def test_tilings_match_the_formula(emulate, tiling):
     emulate(tiling)
     for rows in (MIXED, [], [(48, 48)]):
         check(make_case(rows), "tpu", **VARIANT)
 
 
-def test_pages_that_no_query_sees_are_never_touched():
+def test_unseen_pages_are_not_read():
     """The emulator raises where a read leaves its array."""
     rows, window = [(1, 100), (7, 40), (1, 5)], 20
     case = make_case(rows)
@@ -106,7 +106,7 @@ def test_pages_that_no_query_sees_are_never_touched():
         ([], 2, [0, 0]),
     ],
 )
-def test_cores_share_the_blocks(lengths, cores, shares):
+def test_cores_share_the_blocks_evenly(lengths, cores, shares):
     case = make_case([(1, n) for n in lengths])
     sizes = {"tile": 16, "num_items": 12, "pages_a_block": 1, "page_rows": 16, "fold": 1}
     plan: Any = TpuPagedPlan(**{name: sizes.get(name) for name in TpuPagedPlan._fields})  # type: ignore[arg-type]
@@ -123,12 +123,12 @@ LENGTHS = st.lists(st.tuples(st.integers(0, 8), st.integers(0, 60)), max_size=3)
 
 @settings(deadline=None, max_examples=15)
 @given(lengths=LENGTHS, seed=st.integers(0, 99))
-def test_any_ragged_batch(lengths, seed):
+def test_any_ragged_batch_matches_the_formula(lengths, seed):
     rows = [(queries, queries + before) for queries, before in lengths]
     check(make_case(rows, SMALL, seed=seed), "tpu", window=9)
 
 
-def test_batch_invariant_results_are_bit_equal_in_any_company():
+def test_batch_invariant_results_are_bit_equal_in_any_batch():
     alone = make_case([(7, 40)], SMALL)
     among = make_case([(7, 40), (9, 60), (1, 3)], SMALL)
     pages = {"k_pages": alone.k_pages, "v_pages": alone.v_pages}
@@ -170,7 +170,7 @@ def fold(case: Case) -> Case:
 @pytest.mark.matrix(by="backend")
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
 @pytest.mark.parametrize(("head_dim", "cache_dtype"), [(64, "int8"), (80, "float32")])
-def test_folded_pages_give_what_plain_ones_give(backend, head_dim, cache_dtype):
+def test_folded_pages_equal_plain_ones(backend, head_dim, cache_dtype):
     shape = Shape(head_dim=head_dim, cache_dtype=cache_dtype)
     case = make_case(MIXED, shape)
     out = run(fold(case), backend, **VARIANT)[: case.num_real]
@@ -180,7 +180,7 @@ def test_folded_pages_give_what_plain_ones_give(backend, head_dim, cache_dtype):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(("head_dim", "lanes"), [(64, 128), (32, 128), (80, 128), (192, 256)])
-def test_writes_to_folded_pages_are_writes_to_plain_ones(head_dim, lanes):
+def test_folded_writes_equal_plain_ones(head_dim, lanes):
     rng = np.random.default_rng(0)
     pages = np.zeros((6, 2, 8, lanes), np.float32)
     fold = fold_of(lanes, head_dim)
@@ -194,7 +194,7 @@ def test_writes_to_folded_pages_are_writes_to_plain_ones(head_dim, lanes):
     assert not np.asarray(out)[..., fold * head_dim :].any()
 
 
-def test_writes_to_folded_pages_are_in_place_under_donation():
+def test_folded_writes_are_in_place_under_donation():
     pages = jax.ShapeDtypeStruct((4096, 2, 8, 128), jnp.float32)
     new = jax.ShapeDtypeStruct((16, 2, 64), jnp.float32)
     ids = jax.ShapeDtypeStruct((16,), jnp.int32)
@@ -211,7 +211,7 @@ def test_writes_to_folded_pages_are_in_place_under_donation():
         ({"page_size": 4}, "a page has 4 rows; a DMA needs a multiple of 8"),
     ],
 )
-def test_what_the_compiler_refuses_is_declined_with_the_reason(change, reason):
+def test_tpu_declines_with_the_reason(change, reason):
     case = make_case([(1, 5)], Shape(**change))
     with pytest.raises(NotImplementedError, match=reason):
         tpu.paged_attention(*case.arrays(), AttentionVariant(1.0))
@@ -225,7 +225,7 @@ def test_what_the_compiler_refuses_is_declined_with_the_reason(change, reason):
         ((1, 16, 1), "slots 1 must be 2 or more"),
     ],
 )
-def test_tilings_that_the_kernel_cannot_walk_are_refused(values, message):
+def test_invalid_tilings_are_refused(values, message):
     with pytest.raises(ValueError, match=message):
         TpuPagedTiling(*values)
 
@@ -235,7 +235,7 @@ HEADS = [(9, 3, 64), (32, 8, 128), (8, 1, 128), (8, 4, 256), (71, 1, 64), (32, 3
 
 @pytest.mark.parametrize("page_size", [16, 64, 128])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), HEADS)
-def test_the_heuristic_leaves_the_compiler_a_quarter_of_the_default_vmem(
+def test_heuristic_leaves_a_quarter_of_vmem_to_the_compiler(
     page_size, num_heads, num_kv_heads, head_dim
 ):
     lanes = -(-head_dim // 128) * 128
@@ -248,7 +248,7 @@ def test_the_heuristic_leaves_the_compiler_a_quarter_of_the_default_vmem(
 
 
 @pytest.mark.parametrize("device", ["TPU v4", "TPU v6 lite"])
-def test_pages_too_large_for_vmem_are_declined_with_their_size(monkeypatch, device):
+def test_pages_too_large_for_vmem_are_declined(monkeypatch, device):
     monkeypatch.setattr(tpu_tiling, "device_kind", lambda: device)
     q = jax.ShapeDtypeStruct((16, 64, 128), jnp.float32)
     pages = jax.ShapeDtypeStruct((9, 64, 512, 128), jnp.float32)
@@ -259,7 +259,7 @@ def test_pages_too_large_for_vmem_are_declined_with_their_size(monkeypatch, devi
 ANY_ROWS: Any = RaggedRows(*[jax.ShapeDtypeStruct((1,), jnp.int32)] * 3)  # type: ignore[arg-type]
 
 
-def test_candidates_fit_the_chip_and_hold_the_heuristics_choice():
+def test_candidates_fit_and_include_the_heuristic():
     q = jax.ShapeDtypeStruct((512, 32, 128), jnp.bfloat16)
     pages: Any = jax.ShapeDtypeStruct((9, 8, 64, 128), jnp.bfloat16)
     found = tpu.candidates(q, ANY_ROWS, KVPages(pages, pages))
@@ -269,7 +269,7 @@ def test_candidates_fit_the_chip_and_hold_the_heuristics_choice():
         tpu_tiling.check_mosaic(tiling, q, pages)
 
 
-def test_a_measured_tiling_is_taken(monkeypatch):
+def test_measured_tiling_is_used(monkeypatch):
     q = jax.ShapeDtypeStruct((512, 32, 64), jnp.bfloat16)
     pages: Any = jax.ShapeDtypeStruct((9, 8, 32, 128), jnp.int8)
     key = tpu.tiling_key(q, ANY_ROWS, KVPages(pages, pages))
@@ -282,12 +282,12 @@ def test_a_measured_tiling_is_taken(monkeypatch):
 
 
 @pytest.mark.parametrize(("device", "limit"), [("TPU v4", 15), ("TPU v5 lite", 16)])
-def test_a_chip_of_little_vmem_keeps_some_for_its_compiler(monkeypatch, device, limit):
+def test_small_vmem_keeps_room_for_the_compiler(monkeypatch, device, limit):
     monkeypatch.setattr(tpu_tiling, "device_kind", lambda: device)
     assert tpu_tiling.vmem_limit(10 * 2**20) == limit * 2**20
 
 
-def test_rows_stored_together_are_those_of_a_tile(monkeypatch):
+def test_store_group_has_the_rows_of_a_tile(monkeypatch):
     pages = jax.ShapeDtypeStruct((9, 8, 8, 128), jnp.bfloat16)
     tpu_tiling.check_update(pages)
     monkeypatch.setattr(tpu_tiling, "device_kind", lambda: "TPU7x")

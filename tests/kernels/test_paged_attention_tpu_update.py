@@ -141,11 +141,11 @@ def check(
     ],
     ids=["small", "deep", "wide"],
 )
-def test_pages_hold_the_step_and_results_are_the_formula(tiling, variant):
+def test_step_is_stored_and_results_match_the_formula(tiling, variant):
     check(MIXED, tiling=tiling, variant=variant)
 
 
-def test_what_lies_outside_of_every_window_is_stored_too():
+def test_tokens_outside_every_window_are_stored():
     for rows in ([(64, 100)], [(40, 47), (24, 24)]):
         check(rows, tiling=TpuPagedTiling(4, 16, cores=2), variant={"window": 1})
 
@@ -156,13 +156,13 @@ def test_what_lies_outside_of_every_window_is_stored_too():
     [(64, 16, ALL), (32, 64, PLAIN), (80, 16, PLAIN)],
     ids=["two in a row", "four in a row", "one and a gap"],
 )
-def test_folded_pages(head_dim, page_size, variant):
+def test_folded_pages_match_the_formula(head_dim, page_size, variant):
     shape = dataclasses.replace(SHAPE, head_dim=head_dim, page_size=page_size)
     for rows in (MIXED, [(33, 70), (1, 9), (30, 41)]):
         check(rows, shape, tiling=TpuPagedTiling(2, 16, slots=3), lanes=128, variant=variant)
 
 
-def test_groups_of_a_taller_tile(monkeypatch):
+def test_store_groups_of_tall_tiles_match_the_formula(monkeypatch):
     """As on a chip whose VMEM holds 16 rows of bfloat16 in a tile."""
     monkeypatch.setattr(tpu, "group_rows", lambda pages: 16)
     shape = dataclasses.replace(SHAPE, page_size=32)
@@ -175,14 +175,14 @@ def test_groups_of_a_taller_tile(monkeypatch):
     [{2: 7}, {2: 3}, {4: 8}, {6: 16}, {6: 17}, {0: 1, 1: 1, 2: 7, 4: 17, 5: 1, 6: 20, 7: 1}],
     ids=str,
 )
-def test_tokens_that_are_not_stored_are_read_from_their_pages(shared):
+def test_tokens_not_stored_are_read_from_their_pages(shared):
     check(MIXED, tiling=TpuPagedTiling(1, 16, cores=2), shared=shared)
 
 
 RACES = {"detect_races": True, "num_cores_or_threads": 2}
 
 
-def test_a_page_that_takes_no_token_is_not_written():
+def test_page_without_new_tokens_is_not_written():
     """The emulator finds a write to it while the other row reads it."""
     rows = [(20, 20), (20, 25)]
     case = make_case(rows, SHAPE, shared=1)
@@ -195,7 +195,7 @@ def test_a_page_that_takes_no_token_is_not_written():
     assert_close(out[:40], oracle(case, **variant)[:40], 1e-5)
 
 
-def test_no_store_races_with_a_fetch():
+def test_stores_do_not_race_with_fetches():
     """A chunk of several tiles whose first token falls into a group of older ones is left out: its
     tiles may read that group while one of them stores it, by design (`tpu_update.py`)."""
     rows = [(1, 33), (1, 1), (7, 40), (0, 0), (20, 20), (1, 100), (17, 33), (1, 16)]
@@ -204,12 +204,12 @@ def test_no_store_races_with_a_fetch():
     assert not races.races_found
 
 
-def test_narrow_types():
+def test_narrow_types_match_within_their_precision():
     shape = dataclasses.replace(SHAPE, dtype="bfloat16", cache_dtype="bfloat16")
     check(MIXED, shape, tiling=TpuPagedTiling(2, 16))
 
 
-def test_steps_of_one_token():
+def test_steps_of_one_token_match_the_formula():
     shape = dataclasses.replace(SHAPE, num_tokens=1, num_rows=1)
     for rows in ([(1, 1)], [(1, 33)], [(1, 48)], [], [(1, 100)]):
         check(rows, shape)
@@ -221,13 +221,13 @@ LENGTHS = st.lists(st.tuples(st.integers(0, 8), st.integers(0, 60)), max_size=3)
 
 @settings(deadline=None, max_examples=15)
 @given(lengths=LENGTHS, seed=st.integers(0, 99), data=st.data())
-def test_any_ragged_step(lengths, seed, data):
+def test_any_ragged_step_matches_the_formula(lengths, seed, data):
     rows = [(queries, queries + before) for queries, before in lengths]
     shared = {r: data.draw(st.integers(0, n)) for r, (n, _) in enumerate(rows)}
     check(rows, SMALL, shared=shared, seed=seed, variant={"window": 9})
 
 
-def test_what_the_kernel_cannot_store_to_is_declined_with_the_reason():
+def test_unsupported_pages_are_declined_with_the_reason():
     case = make_case([(1, 5)], Shape(page_size=4))
     q, rows, pages = case.arrays()
     new = NewTokens(q[:, :2], q[:, :2], rows.q_start, rows.q_start)

@@ -53,14 +53,14 @@ NARROW = [
 
 @pytest.mark.matrix(by="backend")
 @calls(ALL, [*BY_GROUPS, ("int8 zeros", None), ("int4", None)])
-def test_every_weight_is_the_formula(backend, case):
+def test_weights_match_the_formula(backend, case):
     weights, group_size = case
     check(make_case(weights, group_size=group_size), backend)
 
 
 @pytest.mark.matrix(by="backend")
 @calls(NARROW, [pair for pair in NARROW if pair[1] == "bfloat16"])
-def test_narrow_activations(backend, case):
+def test_narrow_activations_match_the_formula(backend, case):
     weights, dtype = case
     check(make_case(weights, group_size=64, x_dtype=dtype), backend)
     check(make_case(weights, x_dtype=dtype), backend, out_dtype="float32")
@@ -68,7 +68,7 @@ def test_narrow_activations(backend, case):
 
 @pytest.mark.matrix(by="backend")
 @calls(ALL, [*BY_GROUPS, ("int8 zeros", None)])
-def test_quantized_activations(backend, case):
+def test_quantized_activations_match_the_formula(backend, case):
     weights, group_size = case
     x_dtype = "float8_e4m3fn" if weights == "float8" else "int8"
     check(make_case(weights, group_size=group_size, x_dtype=x_dtype), backend)
@@ -90,14 +90,14 @@ SHAPES = {
 
 @pytest.mark.matrix(by="backend")
 @calls([(w, s) for s in SHAPES for w in ("int8 zeros", "int4")], [("int4", s) for s in SHAPES])
-def test_shapes(backend, case):
+def test_shapes_match_the_formula(backend, case):
     weights, shape = case
     check(make_case(weights, **SHAPES[shape]), backend)
 
 
 @every_backend
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
-def test_activations_quantized_inside(backend, dtype):
+def test_activations_are_quantized_before_the_product(backend, dtype):
     case = make_case("float8" if dtype == "float8_e4m3fn" else "int8", T=4)
     rows = case.x * np.array([[1e-3], [1.0], [1e3], [0.0]], np.float32)
     out = run(Case(rows, case.weight), backend, activation_dtype=dtype)
@@ -110,7 +110,7 @@ def test_activations_quantized_inside(backend, dtype):
 @every_backend
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 @pytest.mark.parametrize("x_dtype", ["float32", "bfloat16"])
-def test_activations_take_the_whole_range(backend, dtype, x_dtype):
+def test_quantized_activations_use_the_whole_range(backend, dtype, x_dtype):
     x = np.random.default_rng(0).normal(size=(37, 50)).astype(jnp.dtype(x_dtype))
     x[2] = 0
     x[3] *= 1e-20
@@ -133,7 +133,7 @@ def test_activations_take_the_whole_range(backend, dtype, x_dtype):
 
 
 @every_backend
-def test_halves_go_to_even(backend):
+def test_quantization_rounds_halves_to_even(backend):
     x = np.array([[127, 0.5, 1.5, 2.5, -0.5, -1.5, 126.5]], np.float32)
     with emulators():
         values, _ = quantize_activations(jnp.asarray(x), "int8", backend=backend)
@@ -166,7 +166,7 @@ REFUSED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_what_does_not_fit_is_refused(message):
+def test_arguments_that_do_not_fit_are_refused(message):
     case = make_case("int8", T=2, F=4)
     options: dict[str, Any] = {"x": case.x, **REFUSED[message]}
     x = jnp.asarray(options.pop("x"))
@@ -180,7 +180,7 @@ def test_what_does_not_fit_is_refused(message):
 @pytest.mark.parametrize(
     "options", [{"activation_dtype": "int4"}, {"x_scale": jnp.ones((3, 1), jnp.float32)}]
 )
-def test_what_the_signature_excludes_is_refused(options: dict[str, Any]):
+def test_shapes_against_the_signature_are_refused(options: dict[str, Any]):
     case = make_case("int8", T=2, F=4, x_dtype="int8")
     given: dict[str, Any] = {"x_scale": jnp.asarray(case.x_scale), **options}
     with pytest.raises((ValueError, TypeError), match="|".join(options)):

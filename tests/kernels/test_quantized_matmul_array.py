@@ -53,7 +53,7 @@ def value(weight: QuantArray, d: int, f: int) -> float:
 
 @every_kind
 @pytest.mark.parametrize("group_size", [None, 8, 40])
-def test_dequantize_is_the_formula_and_near_the_weight(kind, group_size):
+def test_dequantize_matches_the_formula_and_stays_close(kind, group_size):
     w = weights(80, 6)
     weight = quantize(w, group_size=group_size, **KINDS[kind])
     weight.check()
@@ -68,7 +68,7 @@ def test_dequantize_is_the_formula_and_near_the_weight(kind, group_size):
 
 
 @every_kind
-def test_numpy_and_jax_quantize_alike(kind):
+def test_numpy_and_jax_quantize_equally(kind):
     w = weights(2, 64, 5)  # an axis in front: experts
     ours = quantize(w, group_size=16, **KINDS[kind])
     theirs = jax.jit(lambda w: quantize(w, group_size=16, **KINDS[kind]))(jnp.asarray(w))
@@ -82,7 +82,7 @@ def test_numpy_and_jax_quantize_alike(kind):
 
 
 @every_kind
-def test_the_ends_of_the_range_are_reached(kind):
+def test_quantize_uses_the_ends_of_the_range(kind):
     w = np.linspace(-3, 3, 512, dtype=np.float32)[:, None]
     weight = quantize(w, **KINDS[kind])
     values = np.asarray(weight.values).astype(np.float32)
@@ -101,7 +101,7 @@ def test_the_ends_of_the_range_are_reached(kind):
 @pytest.mark.parametrize(
     ("num_rows", "pack_rows"), [(4096, 256), (896, 128), (2880, 64), (256, 256), (6, 2), (2, 2)]
 )
-def test_pack_and_unpack(num_rows, pack_rows):
+def test_unpack_inverts_pack(num_rows, pack_rows):
     assert pack_rows_for(num_rows) == pack_rows
     values = np.random.default_rng(0).integers(0, 16, (3, num_rows, 4), np.uint8)
     packed = pack(values, pack_rows)
@@ -122,13 +122,13 @@ def test_pack_and_unpack(num_rows, pack_rows):
         ({"bits": 4, "group_size": 32, "scale_dtype": jnp.bfloat16}, 0.5 + 2 / 32),
     ],
 )
-def test_bytes_per_weight_is_what_the_arrays_take(options, expected):
+def test_bytes_per_weight_matches_the_arrays(options, expected):
     weight = quantize(weights(256, 16), **options)
     assert weight.bytes_per_weight == expected
     assert sum(a.nbytes for a in jax.tree.leaves(weight)) == expected * 256 * 16
 
 
-def test_it_is_a_pytree_that_jit_takes():
+def test_quant_array_is_a_pytree_under_jit():
     weight = quantize(weights(64, 8), 4, 16, True)
     doubled = jax.jit(lambda w: jax.tree.map(lambda a: a, w))(weight)
     assert isinstance(doubled, QuantArray)
@@ -156,12 +156,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_what_cannot_be_quantized_is_refused(message):
+def test_unquantizable_weights_are_refused(message):
     with pytest.raises(ValueError, match=message):
         quantize(weights(64, 4), **REFUSED[message])
 
 
-def test_an_odd_number_of_rows_cannot_be_packed():
+def test_odd_number_of_rows_cannot_be_packed():
     with pytest.raises(ValueError, match="D is 7"):
         quantize(weights(7, 4), 4)
 
@@ -184,7 +184,7 @@ def test_fields_that_do_not_fit_are_refused(change, message):
         dataclasses.replace(weight, **change).check()
 
 
-def test_float8_has_no_zeros():
+def test_float8_with_zeros_is_refused():
     weight = quantize(weights(64, 4), 8, 16, is_float=True)
     with pytest.raises(ValueError, match="float8 values have zeros"):
         dataclasses.replace(weight, zeros=weight.scales).check()

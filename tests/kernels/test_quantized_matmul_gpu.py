@@ -39,12 +39,12 @@ def tile(monkeypatch):
 @pytest.mark.matrix(by="weights")
 @pytest.mark.parametrize("tiling", [FEW, MANY], ids=str)
 @pytest.mark.parametrize("weights", ["int8 zeros", "int4", "int4 zeros", "float8"])
-def test_every_tiling_is_the_formula(tile, tiling, weights):
+def test_tilings_match_the_formula(tile, tiling, weights):
     tile(tiling)
     check(make_case(weights, T=20, D=256, F=40, group_size=64), "gpu")
 
 
-def test_bands_of_tiles_cover_all_tokens_and_columns(tile):
+def test_bands_cover_all_tokens_and_columns(tile):
     tile(GpuQuantizedTiling(16, 16, 32, band=2))
     check(make_case("int8", T=70, D=64, F=50), "gpu")
 
@@ -59,14 +59,14 @@ def test_splits_cover_all_rows(tile, splits, weights, group_size):
     check(make_case(weights, T=3, D=320, F=40, group_size=group_size), "gpu")
 
 
-def test_splits_of_quantized_activations_and_a_narrow_result(tile):
+def test_splits_match_with_quantized_activations(tile):
     tile(GpuQuantizedTiling(16, 32, 32, splits=3))
     check(make_case("int8", T=3, D=320, F=40, x_dtype="int8"), "gpu", out_dtype="bfloat16")
 
 
 @pytest.mark.parametrize("kind", ["NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3"])
 @pytest.mark.parametrize("x_dtype", ["bfloat16", "float8_e4m3fn"])
-def test_float8_is_bytes_where_it_is_not_multiplied(kind, x_dtype):
+def test_float8_is_passed_as_bytes_where_unsupported(kind, x_dtype):
     launch = _recorded(kind, x_dtype, {"bits": 8, "is_float": True})
     is_native = "H100" in kind and x_dtype == "float8_e4m3fn"
     assert launch.constexprs["IS_FLOAT8"] is not is_native
@@ -75,7 +75,7 @@ def test_float8_is_bytes_where_it_is_not_multiplied(kind, x_dtype):
     assert values.dtype == ("float8_e4m3fn" if is_native else "uint8")
 
 
-def test_float8_as_bytes_is_the_formula(monkeypatch):
+def test_float8_as_bytes_matches_the_formula(monkeypatch):
     monkeypatch.setattr(gpu, "_multiplies_float8", lambda: False)
     program_of("gpu").clear_cache()
     check(make_case("float8", group_size=32, x_dtype="float8_e4m3fn"), "gpu")
@@ -91,19 +91,19 @@ def test_float8_as_bytes_is_the_formula(monkeypatch):
         ("int8", {"bits": 4, "group_size": 128}, "sums"),
     ],
 )
-def test_where_scales_go(x_dtype, weights, scaling):
+def test_scale_placement_follows_the_tiling(x_dtype, weights, scaling):
     launch = _recorded("NVIDIA H100 80GB HBM3", x_dtype, weights, T=512)
     assert launch.constexprs["SCALING"] == scaling
 
 
-def test_few_tokens_are_split_until_the_chip_is_full():
+def test_few_tokens_are_split_to_fill_the_chip():
     few = _recorded("NVIDIA H100 80GB HBM3", "bfloat16", {"bits": 8}, T=1)
     many = _recorded("NVIDIA H100 80GB HBM3", "bfloat16", {"bits": 8}, T=512)
     assert few.grid[0] * few.grid[1] >= 200 and few.outputs[0].shape == (few.grid[1], 1, 4096)
     assert many.grid[1] == 1 and many.outputs[0].shape == (512, 4096)
 
 
-def test_candidates_hold_the_heuristic():
+def test_candidates_include_the_heuristic():
     weight = jax.eval_shape(
         lambda w: quantize(w, 8), jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
     )
@@ -121,13 +121,13 @@ def test_candidates_hold_the_heuristic():
         ("int8", {"bits": 4, "group_size": 16}, "tiles of 16; a product of int8 takes 32"),
     ],
 )
-def test_groups_too_short_for_a_product_are_declined(x_dtype, weights, reason):
+def test_short_groups_are_declined(x_dtype, weights, reason):
     with pytest.raises(NotImplementedError, match=reason):
         _recorded("NVIDIA H100 80GB HBM3", x_dtype, weights)
 
 
 @pytest.mark.parametrize("fields", [(8, 128, 64), (16, 100, 64), (16, 128, 64, 0)])
-def test_a_tiling_that_no_kernel_takes_is_refused(fields):
+def test_invalid_tilings_are_refused(fields):
     with pytest.raises(ValueError, match="must be"):
         GpuQuantizedTiling(*fields)
 

@@ -37,7 +37,7 @@ def emulate(monkeypatch):
     program_of("tpu").clear_cache()
 
 
-def test_no_tile_races_with_another(emulate):
+def test_tiles_do_not_race(emulate):
     emulate(FEW, detect_races=True, num_cores_or_threads=2)
     check(make_case("int4 zeros", T=40, D=512, F=200, group_size=128), "tpu")
     races: Any = emulator.races
@@ -48,20 +48,20 @@ def test_no_tile_races_with_another(emulate):
 # Few tokens: a group's scale on its sums. Many: on its weights, once for all of them.
 @pytest.mark.parametrize("tiling", [FEW, MANY], ids=str)
 @pytest.mark.parametrize("weights", ["int8", "int4 zeros"])
-def test_every_tiling_is_the_formula(emulate, tiling, weights):
+def test_tilings_match_the_formula(emulate, tiling, weights):
     emulate(tiling)
     x_dtype, group_size = ("bfloat16", 32) if weights == "int8" else ("float32", 128)
     check(make_case(weights, T=70, D=512, F=130, group_size=group_size, x_dtype=x_dtype), "tpu")
 
 
 @pytest.mark.parametrize("group_size", [128, 512])
-def test_int8_sums_of_tiles_in_and_over_groups(emulate, group_size):
+def test_int8_sums_within_and_across_groups_are_exact(emulate, group_size):
     emulate(MANY)
     check(make_case("int4", T=33, D=512, F=130, group_size=group_size, x_dtype="int8"), "tpu")
 
 
 @pytest.mark.parametrize(("weights", "x_dtype"), [("int4", "int8"), ("float8", "float8_e4m3fn")])
-def test_a_chip_without_the_type_multiplies_it_as_bfloat16(weights, x_dtype):
+def test_unsupported_type_is_multiplied_as_bfloat16(weights, x_dtype):
     """Exactly: both operands fit, and so do the sums of their products."""
     case = make_case(weights, group_size=32, x_dtype=x_dtype)
     assert tpu._operand(x_dtype) == "bfloat16"
@@ -82,7 +82,7 @@ def test_a_chip_without_the_type_multiplies_it_as_bfloat16(weights, x_dtype):
         ("TPU7x", "bfloat16", "bfloat16"),
     ],
 )
-def test_what_each_chip_multiplies(kind, dtype, operand):
+def test_operand_type_of_each_chip(kind, dtype, operand):
     with jax.sharding.use_abstract_mesh(_mesh(kind)):
         assert tpu._operand(dtype) == operand
 
@@ -97,7 +97,7 @@ def test_what_each_chip_multiplies(kind, dtype, operand):
         (4096, 2048, 4096, 4096),
     ],
 )
-def test_a_tile_of_rows_holds_whole_packs_and_groups(D, group_size, row_tile, rows):
+def test_row_tile_has_whole_packs_and_groups(D, group_size, row_tile, rows):
     weight = jax.eval_shape(
         lambda w: quantize(w, 4, group_size), jax.ShapeDtypeStruct((D, 256), jnp.float32)
     )
@@ -105,7 +105,7 @@ def test_a_tile_of_rows_holds_whole_packs_and_groups(D, group_size, row_tile, ro
     assert tpu._tiles(TpuQuantizedTiling(32, 128, row_tile), x, weight) == (8, 128, rows)
 
 
-def test_candidates_fit_and_are_many():
+def test_candidates_fit():
     x = jax.ShapeDtypeStruct((2048, 4096), jnp.bfloat16)
     weight = jax.eval_shape(
         lambda w: quantize(w, 4, 128, True), jax.ShapeDtypeStruct((4096, 6144), jnp.float32)
@@ -123,7 +123,7 @@ DECLINED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("reason", DECLINED)
-def test_what_mosaic_cannot_compile_is_declined(reason):
+def test_tpu_declines_with_the_reason(reason):
     options = {"D": 128, "group_size": None, "x_dtype": "float32", **DECLINED[reason]}
     x = jax.ShapeDtypeStruct((5, options["D"]), options["x_dtype"])
     weight = jax.eval_shape(
@@ -135,7 +135,7 @@ def test_what_mosaic_cannot_compile_is_declined(reason):
 
 
 @pytest.mark.parametrize("fields", [(8, 128, 128), (32, 100, 128), (32, 128, 64)])
-def test_a_tiling_that_no_tile_fits_is_refused(fields):
+def test_invalid_tilings_are_refused(fields):
     with pytest.raises(ValueError, match="must be a multiple of"):
         TpuQuantizedTiling(*fields)
 

@@ -171,7 +171,7 @@ def check(case: tuple[Any, ...], backend: str) -> None:
         ("bfloat16", "float8_e4m3fn"),
     ],
 )
-def test_every_type_is_the_formula(backend, dtype, cache_dtype):
+def test_types_match_the_formula(backend, dtype, cache_dtype):
     check(make_case(Shape(dtype=dtype, cache_dtype=cache_dtype)), backend)
 
 
@@ -190,7 +190,7 @@ HEADS = {
 @pytest.mark.matrix(by="backend")
 @every_backend
 @pytest.mark.parametrize("heads", HEADS)
-def test_heads_of_every_model_shape(backend, heads):
+def test_head_shapes_of_models_match_the_formula(backend, heads):
     check(make_case(HEADS[heads]), backend)
 
 
@@ -207,13 +207,13 @@ EDGES = {
 @pytest.mark.matrix(by=("backend", "edge"))
 @every_backend
 @pytest.mark.parametrize("edge", EDGES)
-def test_edges(backend, edge):
+def test_edge_cases_match_the_formula(backend, edge):
     check(make_case(Shape(cache_dtype="int8"), EDGES[edge]), backend)
     check(make_case(Shape(dtype="bfloat16", cache_dtype="bfloat16"), EDGES[edge]), backend)
 
 
 @every_backend
-def test_steps_of_one_token(backend):
+def test_steps_of_one_token_match_the_formula(backend):
     shape = Shape(dtype="bfloat16", cache_dtype="bfloat16")
     for row in ((2, 31, 1), (0, 0, 1), (7, 0, 1)):
         check(make_case(shape, [row], num_tokens=1), backend)
@@ -229,7 +229,7 @@ FOLDED = {
 
 @every_folding_backend
 @pytest.mark.parametrize("fold", FOLDED)
-def test_folded_pages(backend, fold):
+def test_folded_pages_match_the_formula(backend, fold):
     shape = dataclasses.replace(FOLDED[fold], page_size=64, is_folded=True)
     check(make_case(shape), backend)
     check(make_case(shape, [(7, 0, 3), (5, 3, 1), (6, 1, 40), (0, 63, 1)]), backend)
@@ -237,7 +237,7 @@ def test_folded_pages(backend, fold):
 
 @every_backend
 @pytest.mark.parametrize("cache_dtype", QUANTIZED)
-def test_heads_of_zeros_have_a_scale_of_one(backend, cache_dtype):
+def test_zero_heads_have_scale_one(backend, cache_dtype):
     dtype = "float32" if cache_dtype == "int8" else "bfloat16"
     q, new, *rest = make_case(Shape(dtype=dtype, cache_dtype=cache_dtype), [(2, 4, 3)])
     new = new._replace(v=new.v.at[1, 0].set(0))
@@ -248,7 +248,7 @@ def test_heads_of_zeros_have_a_scale_of_one(backend, cache_dtype):
 
 @pytest.mark.parametrize("cache_dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_on_a_cpu_it_is_the_turn_and_the_write_to_the_bit(dtype, cache_dtype):
+def test_cpu_equals_rotate_and_write_bit_for_bit(dtype, cache_dtype):
     case = make_case(Shape(dtype=dtype, cache_dtype=cache_dtype))
 
     @jax.jit
@@ -260,7 +260,7 @@ def test_on_a_cpu_it_is_the_turn_and_the_write_to_the_bit(dtype, cache_dtype):
         assert one.dtype == other.dtype and jnp.array_equal(one, other)
 
 
-def test_the_write_is_in_place_where_the_pages_are_donated():
+def test_write_is_in_place_under_donation():
     spec: Any = jax.ShapeDtypeStruct
     stored = spec((4096, 2, 8, 128), jnp.float32)
     pages = KVPages(stored, stored)

@@ -23,7 +23,7 @@ ROWS = [(3, 5, 1), (9, 0, 1), (5, 0, 6)]
 @pytest.mark.parametrize(
     "tiling", [GpuRopeTiling(1, 1), GpuRopeTiling(2, 2), GpuRopeTiling(8, 4)], ids=str
 )
-def test_every_tiling_is_the_formula(tiling):
+def test_tilings_match_the_formula(tiling):
     shape = Shape(num_heads=6, num_kv_heads=3, half=12, cache_dtype="int8")
     backend = partial(gpu.rope_and_write, launch=interpret, tiling=tiling)
     jax.clear_caches()
@@ -47,7 +47,7 @@ def test_one_launch_writes_the_pages_in_place(half, cache_dtype):
     assert bool(programs_of_queries) == (half is not None)
 
 
-def test_candidates_hold_the_heuristic():
+def test_candidates_include_the_heuristic():
     q, new, *rest = make_case(Shape(num_heads=32, num_kv_heads=8, head_dim=128, half=64), ROWS)
     assert gpu.heuristic(q, new.k) in gpu.candidates(q, new, *rest)
     assert gpu.tiling_key(q, new, *rest) == "T=64 N=32 K=8 H=128 float32 float32"
@@ -61,7 +61,7 @@ def test_folded_pages_are_declined():
         gpu.rope_and_write(*case, launch=interpret)
 
 
-def test_float8_is_declined_where_a_gpu_has_none():
+def test_float8_is_declined_on_gpus_without_it():
     case = make_case(Shape(dtype="bfloat16", cache_dtype="float8_e4m3fn"), ROWS)
     a100 = jax.sharding.AbstractDevice(
         device_kind="NVIDIA A100-SXM4-40GB", num_cores=108, platform="gpu"

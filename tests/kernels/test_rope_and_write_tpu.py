@@ -19,7 +19,7 @@ from tests.kernels.test_rope_and_write import Shape, check, make_case
 pytestmark = pytest.mark.conformance
 
 
-def test_no_fetch_races_with_a_write():
+def test_fetches_do_not_race_with_writes():
     params = pltpu.InterpretParams(detect_races=True)
     shape = Shape(dtype="bfloat16", cache_dtype="bfloat16", num_heads=2, num_kv_heads=1)
     with mock.patch.dict(BACKENDS, {"tpu": partial(tpu.rope_and_write, interpret=params)}):
@@ -47,7 +47,7 @@ def test_runs_are_the_stored_tokens_of_a_group(page, cell, expected):
     assert all((np.asarray(x) >= 0).all() for x in runs), "empty runs too point at something"
 
 
-def test_pages_that_mosaic_cannot_load_are_declined():
+def test_float16_pages_are_declined():
     case = make_case(Shape(cache_dtype="float16"), [(0, 0, 1)], num_tokens=1)
     with pytest.raises(NotImplementedError, match="Mosaic loads no float16"):
         tpu.rope_and_write(*case)

@@ -49,7 +49,7 @@ def launch(**changes: Any) -> TritonLaunch:
     return TritonLaunch(**(values | changes))
 
 
-def test_a_signature_names_every_parameters_type_and_compiles_in_what_is_one():
+def test_signature_has_every_type_and_ones_are_constexprs():
     assert launch().signature == {
         "x": "*bf16",
         "n": "i32",
@@ -70,17 +70,17 @@ def test_a_signature_names_every_parameters_type_and_compiles_in_what_is_one():
         ({"constexprs": {"BLOCK": 16, "TYPO": 1}}, "TYPO"),
     ],
 )
-def test_a_launch_that_does_not_fit_its_kernel_is_refused(changes, match):
+def test_launch_that_does_not_fit_its_kernel_is_refused(changes, match):
     with pytest.raises(ValueError, match=match):
         launch(**changes)
 
 
-def test_an_array_of_a_type_that_triton_lacks_is_declined():
+def test_unsupported_array_type_is_declined():
     with pytest.raises(NotImplementedError, match="complex64"):
         assert launch(inputs=(spec(8, dtype="complex64"), 3, 0.5, 2)).signature
 
 
-def test_a_recorder_keeps_launches_and_returns_their_shapes():
+def test_recorder_keeps_launches_and_returns_their_shapes():
     recorder = Recorder()
     [out] = jax.eval_shape(lambda x: recorder(launch(inputs=(x, 3, 0.5, 2))), spec(8))
     assert (out.shape, out.dtype) == ((8,), jnp.int8)
@@ -92,7 +92,7 @@ def traced_for(kind: str) -> Any:
     return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device))
 
 
-def test_the_compute_capability_is_that_of_the_gpu_traced_for_or_the_drivers():
+def test_compute_capability_of_the_traced_gpu():
     assert compute_capability() is None
     with traced_for("NVIDIA H200"):
         assert compute_capability() == 90
@@ -105,9 +105,7 @@ def test_the_compute_capability_is_that_of_the_gpu_traced_for_or_the_drivers():
 @pytest.mark.parametrize(
     ("says", "expected"), [("9.0", 90), ("8.6", 86), ("12.0", 120), ("gfx942", None), (None, None)]
 )
-def test_the_capability_in_use_is_what_the_device_at_hand_says_in_numbers(
-    monkeypatch, says, expected
-):
+def test_capability_in_use_is_parsed_from_the_device(monkeypatch, says, expected):
     device = SimpleNamespace() if says is None else SimpleNamespace(compute_capability=says)
     monkeypatch.setattr(jax, "devices", lambda: [device])
     assert capability_in_use() == expected
@@ -120,7 +118,7 @@ def test_the_capability_in_use_is_what_the_device_at_hand_says_in_numbers(
         assert capability_in_use() == 80
 
 
-def test_a_schedule_that_no_kernel_can_have_is_refused():
+def test_invalid_schedule_is_refused():
     check_schedule(1, 1)
     for warps, stages, words in (
         (0, 1, "num_warps is 0; it must be a power of two"),
@@ -155,26 +153,26 @@ def test_jax_triton_gets_32_bit_scalars_and_aliases_counted_by_arrays(monkeypatc
     assert options["grid"] == (4,) and options["BLOCK"] == 16 and options["name"] == "kernel"
 
 
-def test_without_triton_a_backend_declines(monkeypatch):
+def test_backend_declines_without_triton(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(NotImplementedError, match=r"pip install 'jaxinfer\[triton\]'"):
         require_triton()
 
 
-def test_without_jax_triton_a_backend_declines_at_its_first_launch(monkeypatch):
+def test_backend_declines_without_jax_triton(monkeypatch):
     monkeypatch.setitem(sys.modules, "jax_triton", None)
     with pytest.raises(NotImplementedError, match=r"jax-triton.*pip install 'jaxinfer\[triton\]'"):
         jax_triton(launch())
 
 
-def test_a_kernel_that_is_compiled_cannot_be_interpreted():
+def test_compiled_kernel_cannot_be_interpreted():
     with pytest.raises(RuntimeError, match="set TRITON_INTERPRET=1"):
         interpret(launch())
 
 
 @needs_triton
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8"])
-def test_the_interpreter_runs_a_kernel_in_a_jit_and_outside(dtype):
+def test_interpreter_runs_inside_and_outside_jit(dtype):
     from tests.support.triton_kernels import scaled_sum
 
     x = jnp.arange(20).astype(dtype)
@@ -188,7 +186,7 @@ def test_the_interpreter_runs_a_kernel_in_a_jit_and_outside(dtype):
 
 
 @needs_triton
-def test_what_a_kernel_leaves_unwritten_is_poison():
+def test_unwritten_outputs_are_poison():
     from tests.support.triton_kernels import scaled_sum
 
     x = jnp.ones(20)
@@ -201,7 +199,7 @@ def test_what_a_kernel_leaves_unwritten_is_poison():
 
 
 @needs_triton
-def test_an_aliased_output_is_its_inputs_memory():
+def test_aliased_output_shares_its_inputs_memory():
     from tests.support.triton_kernels import add_into
 
     before = jnp.full(20, 7.0)
@@ -214,7 +212,7 @@ def test_an_aliased_output_is_its_inputs_memory():
 
 
 @needs_triton
-def test_the_interpreter_multiplies_bfloat16_numbers_and_not_their_bits():
+def test_interpreter_multiplies_bfloat16_values():
     from tests.support.triton_kernels import product
 
     rng = np.random.default_rng(0)
@@ -224,6 +222,6 @@ def test_the_interpreter_multiplies_bfloat16_numbers_and_not_their_bits():
     assert np.allclose(interpret(one)[0], expected, rtol=1e-5, atol=1e-5)
 
 
-def test_the_module_needs_neither_triton_nor_jax_triton():
+def test_module_imports_without_triton_and_jax_triton():
     source = Path(triton_launch.__file__).read_text(encoding="utf-8")
     assert not re.findall(r"^(?:import|from) (?:jax_)?triton\b", source, re.MULTILINE)

@@ -88,7 +88,7 @@ WAYS = [
 @pytest.mark.matrix(by="backend")
 @pytest.mark.parametrize("num_shared", [0, 5])
 @pytest.mark.parametrize(("backend", "dtype", "options"), WAYS)
-def test_every_way_gives_what_the_parts_give(backend, dtype, options, num_shared):
+def test_every_form_equals_its_parts(backend, dtype, options, num_shared):
     *arguments, rotary = step(dtype, num_shared)
     with mock.patch.dict(update.UPDATE_BACKENDS, EMULATED):
         of_score = {name: x for name, x in options.items() if name != "batch_invariant"}
@@ -105,7 +105,7 @@ def test_every_way_gives_what_the_parts_give(backend, dtype, options, num_shared
                 np.testing.assert_allclose(got[at], want[at], rtol=1e-6, atol=1e-6)
 
 
-def test_what_the_kernel_does_not_store_is_stored_first():
+def test_declined_update_kernel_is_replaced_by_two_steps():
     """Where the updating kernel declines, as for quantized pages, both parts are called."""
     *arguments, rotary = step("int8")
     variant = AttentionVariant(0.25)
@@ -135,7 +135,7 @@ def test_forced_backend_that_cannot_write_is_an_error():
     ("options", "message"),
     [({"window": 0}, "window is 0"), ({"soft_cap": 0.0}, r"soft_cap is 0\.0")],
 )
-def test_options_out_of_range_are_refused_whoever_would_run_them(backend, options, message):
+def test_options_out_of_range_are_refused_on_every_backend(backend, options, message):
     *arguments, rotary = step()
     with pytest.raises(ValueError, match=message):
         variant = AttentionVariant(1.0, **options)
