@@ -1,4 +1,4 @@
-"""Residual sum and norm: every backend against the formula in float64."""
+"""Residual sum and norm: every backend compared with the formula in float64."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.triton_bench import needs_triton
 
 pytestmark = pytest.mark.conformance
 
-# The TPU's kernel in its emulator, the GPU's in Triton's interpreter.
+# The TPU kernel runs in its emulator, the GPU kernel in Triton's interpreter.
 EMULATED = {
     "tpu": partial(tpu.add_norm, interpret=pltpu.InterpretParams()),
     "gpu": partial(gpu.add_norm, launch=interpret),
@@ -30,10 +30,10 @@ TOLERANCE = {"float32": 1e-6, "bfloat16": 1e-2, "float16": 1e-3}
 LARGEST = {"int8": 127, "float8_e4m3fn": 448}
 STATIC = ("eps", "quantize", "backend")
 
-# In haste, and with the roundings of the formula, which XLA leaves out where it may.
-_in_haste = {"xla_backend_optimization_level": 0, "xla_allow_excess_precision": False}
-_rms = jax.jit(add_rms_norm, static_argnames=(*STATIC, "offset"), compiler_options=_in_haste)
-_layer = jax.jit(add_layer_norm, static_argnames=STATIC, compiler_options=_in_haste)
+# Unoptimized, and with the roundings of the formula, which XLA may leave out.
+_unoptimized = {"xla_backend_optimization_level": 0, "xla_allow_excess_precision": False}
+_rms = jax.jit(add_rms_norm, static_argnames=(*STATIC, "offset"), compiler_options=_unoptimized)
+_layer = jax.jit(add_layer_norm, static_argnames=STATIC, compiler_options=_unoptimized)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -43,7 +43,7 @@ def emulate():
 
 
 def arrays(T: int, D: int, dtype: str = "float32", *, has_residual: bool = True) -> tuple[Any, ...]:
-    """x with a mean, residual, weights about 1, bias."""
+    """Return x with a mean, residual, weights about 1, bias."""
     rng = np.random.default_rng(T * D)
     make = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.dtype(dtype))
     weight = (1 + 0.1 * make(D)).astype(dtype)
@@ -51,7 +51,7 @@ def arrays(T: int, D: int, dtype: str = "float32", *, has_residual: bool = True)
 
 
 def oracle(x, residual, weight, bias, *, eps: float, offset: float | None = 0.0) -> np.ndarray:
-    """A token at a time; `offset` None: LayerNorm. Not rounded, but for the sum."""
+    """Compute a token at a time; `offset` None: LayerNorm. Only the sum is rounded."""
     total = np.asarray(x if residual is None else x + residual, np.float64)
     out = np.zeros(total.shape)
     weight = np.asarray(weight, np.float64)
@@ -65,7 +65,7 @@ def oracle(x, residual, weight, bias, *, eps: float, offset: float | None = 0.0)
 
 
 def assert_close(out: Any, ref: np.ndarray, tolerance: float) -> None:
-    """Token by token."""
+    """Compare token by token."""
     out = np.asarray(out, np.float64)
     assert out.shape == ref.shape and np.isfinite(out).all()
     error = np.linalg.norm(out - ref, axis=-1) / np.linalg.norm(ref, axis=-1)
@@ -135,7 +135,7 @@ def test_quantized_norm_matches_within_its_precision(backend, quantize, T, D):
 
 @every_backend
 def test_backends_quantize_bfloat16_equally(backend):
-    """Not more than one step apart, where a norm fell on the other side of a rounding."""
+    """They differ by one step at most, where a norm fell on the other side of a rounding."""
     x, residual, weight, _ = arrays(16, 128, "bfloat16")
     make = partial(_rms, x, residual, weight, eps=1e-5, quantize="int8")
     (values, scales), _ = make(backend=backend)

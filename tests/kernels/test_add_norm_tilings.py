@@ -1,4 +1,4 @@
-"""Tilings of the residual sum and norm: any of them gives the same numbers; the chips' limits."""
+"""Tilings of the residual sum and norm: results do not depend on them; limits of the chips."""
 
 from __future__ import annotations
 

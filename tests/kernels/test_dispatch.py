@@ -1,4 +1,4 @@
-"""The front door of the kernels: order of trial, force by name, one error with every reason."""
+"""The choice of a backend: order, forcing by name, one error with every reason, logging."""
 
 import jax
 import pytest
@@ -60,7 +60,7 @@ def test_program_for_another_chip_gets_its_backend(on_platform, target, taker):
     inner.trace(1.0)
     with traced_for(target, "a chip"):
         jax.jit(lambda x: inner(x) + 1).trace(1.0)
-    inner.trace(1.0)  # remembered, and still that of this machine
+    inner.trace(1.0)  # cached, and still that of this machine
     own = ("xla", "cpu", jax.devices()[0].device_kind)
     assert chosen == [own, (taker, target, "a chip")]
 

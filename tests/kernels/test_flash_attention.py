@@ -1,4 +1,4 @@
-"""Flash attention: every backend against the formula."""
+"""Flash attention: every backend compared with the formula."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SLOPES = np.array([0.5, 0.25, 0.125, 0.0625], np.float32)
 
 
 def checkered(row, head, q, k):
-    """Differs by row and head; some queries see nothing."""
+    """A mask that differs by row and head; some queries see nothing."""
     return ((q // 8 + k // 4 + head + row) % 3 != 0) & (q != 7)
 
 
@@ -36,7 +36,7 @@ def prefix(row, head, q, k):
 
 
 def relative(score, row, head, q, k):
-    """Of floats and integers both."""
+    """A score change made of floats and integers."""
     return score + 0.5 * jnp.tanh((q - k).astype(jnp.float32) / 8) - 0.1 * (head % 2)
 
 
@@ -45,14 +45,14 @@ def cut(score, row, head, q, k):
 
 
 def documents(*ends: int, size: int = 40, rows: int = 2) -> ColumnIntervals:
-    """Key s is hidden from the queries of later documents."""
+    """Hide key s from the queries of later documents."""
     bounds = np.array([next(end for end in ends if s < end) for s in range(size)], np.int32)
     start = np.stack([np.minimum(bounds + r, size) for r in range(rows)])[:, None]
     return ColumnIntervals(jnp.asarray(start), jnp.full_like(start, 2**30))
 
 
 def two_intervals(size: int = 40, rows: int = 2) -> ColumnIntervals:
-    """Hidden from queries long after and before; some intervals empty."""
+    """Hide keys from queries long after and before; some intervals are empty."""
     s = np.arange(size, dtype=np.int32)
     start = np.stack([s + 9, np.maximum(s - 20, 0)])
     end = np.stack([np.where(s % 3 == 0, 0, s + 25), s - 3])

@@ -1,4 +1,4 @@
-"""What the kernels of flash attention do beside the common cases: races, tilings, Triton's mods."""
+"""The kernels of flash attention: races, tilings, translation of mods to Triton."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ VARIANT: dict[str, Any] = {"causal": True, "window": 150, "soft_cap": 2.5, "sink
 
 @pytest.fixture
 def backend_of(monkeypatch):
-    """Puts another function in the place of a backend of the tests."""
+    """Replace a backend of the tests by another function."""
 
     def choose(name: str, function: Any) -> None:
         program.clear_cache()
@@ -76,7 +76,7 @@ def test_gpu_tilings_match_the_formula(backend_of, tiling):
 
 
 def floats(score, row, head, q, k):
-    """Every operation on floats that the translation knows."""
+    """Use every operation on floats that the translation knows."""
     x = score * 0.5
     y = jnp.exp(-jnp.abs(x)) + jnp.exp2(-jnp.square(x)) + jnp.log(1.0 + x * x)
     y += jnp.sqrt(x * x) - jax.lax.rsqrt(1.0 + x**2) + jnp.sin(x) * jnp.cos(x) + jax.lax.erf(x)
@@ -86,7 +86,7 @@ def floats(score, row, head, q, k):
 
 
 def integers(score, row, head, q, k):
-    """Of negative numbers too, where a quotient's rounding shows."""
+    """Use operations on negative integers too, where a quotient's rounding shows."""
     d = q - k
     bits = ((d // 3) + (d % 5) + jax.lax.div(d, 4) - jax.lax.rem(d, 7)) ^ (k << 1)
     bits = (bits & ~(q >> 1)) | (jnp.abs(d) * (d > 2)) | jnp.where(head == 1, 3, 4)
@@ -122,7 +122,7 @@ def test_untranslatable_mods_are_named_and_run_on_xla(mod, message):
     )
     with pytest.raises(NoBackendError, match=message):
         trace("gpu")
-    if "vector" in message or "constant" in message:  # fine where there are whole arrays
+    if "vector" in message or "constant" in message:  # allowed where there are whole arrays
         return
     with mock.patch.object(dispatch, "platform", return_value="gpu"):
         assert message.startswith("not one") or trace(None).shape == (1, 4, 1, 16)

@@ -1,4 +1,4 @@
-"""Block masks, and what is not visited; merging; refusals."""
+"""Block masks, tiles that are not visited, merging, refusals."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ SHAPE = Shape(2, QUERIES, KEYS, 4, 2, 16)
 
 
 def middle_hidden(row, head, q, k):
-    """Keys 128 .. 255 are seen by nobody, 256 on by all; the first are cut."""
+    """No query sees keys 128 .. 255, all see 256 on, and the first block is cut."""
     return (k >= 256) | (k < 100)
 
 
 def by_row_and_head(row, head, q, k):
-    """Row 1 and head 3 see their last block alone; others the first two."""
+    """Row 1 and head 3 see only their last block, the others the first two."""
     return ((k >= 256) & (row + head // 3 > 0)) | ((k < 256) & (row + head // 3 == 0))
 
 
 def poisoned(case: Case, mask: BlockMask) -> Case:
-    """Keys and values of blocks that are empty for all heads of a KV head are NaN."""
+    """Set keys and values of blocks that are empty for all heads of a KV head to NaN."""
     read = np.broadcast_to(np.asarray(mask.kind) > 0, (2, 4, *mask.kind.shape[2:])).any(axis=2)
     read = read.reshape(2, 2, 2, -1).any(axis=2)  # [R, K, TK]
     read = np.repeat(read, mask.k_block, axis=2)[:, :, :KEYS].swapaxes(1, 2)[..., None]
@@ -165,7 +165,8 @@ def test_tile_lists_put_whole_tiles_first():
 
 @every_backend
 def test_results_over_disjoint_keys_merge(backend):
-    """As a ring does: half of the keys each, at their own offsets; some see nothing of a half."""
+    """As in a ring, each half of the keys has its own offset, and some queries see none of a
+    half."""
     case = make_case(Shape(1, 20, 64, 2, 1, 16))
     halves = [Case(case.q, case.k[:, i : i + 32], case.v[:, i : i + 32]) for i in (0, 32)]
     at = lambda offset: {"scale": 0.25, "causal": True, "q_offset": offset}
@@ -236,7 +237,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[m[:20] for _, m in REFUSED])
 def test_arguments_that_do_not_fit_are_refused(monkeypatch, changes, message):
-    """By our own checks; in tests, jaxtyping's come before them."""
+    """The operator's own checks refuse them; in tests, jaxtyping's come before them."""
     arrays, options = _arguments(**changes)
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     with pytest.raises(ValueError, match=message):

@@ -1,4 +1,4 @@
-"""The gated half of a feed-forward layer: every backend against the formula, in float64."""
+"""The gated half of a feed-forward layer: every backend compared with the formula, in float64."""
 
 from __future__ import annotations
 
@@ -38,31 +38,31 @@ pytestmark = [
 
 
 def _emulated_tpu(x, gate_up, **options):
-    """By small tiles, so that small arrays have several."""
+    """Use small tiles, so that small arrays have several."""
     tiling = tpu.TpuGatedTiling(16, rows_for(gate_up, 128), 128)
     return tpu.gated_mlp(x, gate_up, **options, interpret=EMULATOR, tiling=tiling)
 
 
 EMULATED = {"tpu": _emulated_tpu, "gpu": partial(gpu.gated_mlp, launch=interpret)}
 every_backend = each_backend(BACKENDS)
-_well, _in_haste = programs(gated_mlp, "activation")
+_well, _unoptimized = programs(gated_mlp, "activation")
 
 
 def run(x, weight, *, activation="silu", bias=None, backend=None) -> np.ndarray:
-    program = _in_haste if backend in EMULATED else _well
+    program = _unoptimized if backend in EMULATED else _well
     with mock.patch.dict(BACKENDS, EMULATED):
         return np.asarray(program(x, weight, activation=activation, bias=bias, backend=backend))
 
 
 def arrays(T: int, D: int, F: int, dtype: Any = "float32", seed: int = 0):
-    """x, weight and bias: NumPy arrays of `dtype`."""
+    """Return x, weight and bias, NumPy arrays of `dtype`."""
     rng = np.random.default_rng(seed)
     normal = lambda *shape: rng.normal(size=shape).astype(jnp.dtype(dtype))
     return 3 * normal(T, D), normal(2, D, F) / normal(1)[0].dtype.type(math.sqrt(D)), normal(2, F)
 
 
 def oracle(x, weight, activation="silu", bias=None) -> np.ndarray:
-    """Word for word, number by number where that matters: the activations by Python's `math`."""
+    """Compute the formula literally, with the activations by Python's `math`."""
     x, weight = x.astype(np.float64), weight.astype(np.float64)
     gate, up = x @ weight[0], x @ weight[1]
     if bias is not None:
@@ -86,7 +86,7 @@ def test_activations_match_the_formula(backend, activation):
     assert_close(out, oracle(x, weight, activation, bias), 1e-5)
 
 
-# Tokens, D and F on both sides of tiles, and no multiple of anything.
+# Tokens, D and F on both sides of tiles, and multiples of nothing.
 SHAPES = [(1, 128, 128), (3, 37, 41), (33, 256, 130), (70, 96, 260)]
 
 
@@ -136,7 +136,7 @@ def test_large_gates_do_not_overflow(backend):
 
 
 def test_weight_halves_are_gate_then_up():
-    """One matrix [D, 2, F] or [D, 2F] would say so otherwise."""
+    """A matrix [D, 2, F] or [D, 2F] would give other numbers."""
     x, weight, _ = arrays(3, 8, 4)
     off = weight * np.array([[[1.0]], [[0.0]]], np.float32)
     assert not run(x, off, activation="silu").any()
@@ -189,7 +189,7 @@ def test_kernels_decline_float8_weights():
     [("TPU v6 lite", 64, "xla"), ("TPU v6 lite", 128, "tpu"), ("TPU v5 lite", 64, "tpu")],
 )
 def test_tpu_kernel_is_chosen_only_where_it_saves_work(device, T, taker, monkeypatch):
-    """Quantized weights are the kernel's everywhere, and so is what asks for it by name."""
+    """Quantized weights always use the kernel, and so does a call that names it."""
     x, weight = jnp.zeros((T, 32), jnp.bfloat16), jnp.zeros((2, 32, 14336), jnp.bfloat16)
     taken = []
 

@@ -1,4 +1,4 @@
-"""The TPU kernels of gated and grouped products: tilings, fetches, and what they leave unread."""
+"""The TPU kernels of gated and grouped products: tilings, fetches, and what is not read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows by the matrix of their group: every backend against the formula, in float64."""
+"""Grouped products: every backend compared with the formula, in float64."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ pytestmark = pytest.mark.conformance
 
 
 def _emulated_tpu(x, weights, group_sizes):
-    """By small tiles, so that small arrays have several."""
+    """Use small tiles, so that small arrays have several."""
     tiling = tpu.TpuGroupedTiling(16, rows_for(weights, 128), 128)
     return tpu.grouped_matmul(x, weights, group_sizes, interpret=EMULATOR, tiling=tiling)
 
 
 EMULATED = {"tpu": _emulated_tpu, "gpu": partial(gpu.grouped_matmul, launch=interpret)}
 every_backend = each_backend(BACKENDS)
-_well, _in_haste = programs(grouped_matmul)
+_well, _unoptimized = programs(grouped_matmul)
 
 
 def run(x, weights, sizes, backend=None) -> np.ndarray:
-    program = _in_haste if backend in EMULATED else _well
+    program = _unoptimized if backend in EMULATED else _well
     with mock.patch.dict(BACKENDS, EMULATED):
         return np.asarray(program(x, weights, np.asarray(sizes, np.int32), backend=backend))
 
@@ -56,7 +56,7 @@ def arrays(T: int, E: int, D: int, F: int, dtype: Any = "float32", seed: int = 0
 
 
 def oracle(x, weights, sizes) -> np.ndarray:
-    """Word for word: one group after the other."""
+    """Compute the formula literally, one group after the other."""
     out, first = np.zeros((x.shape[0], weights.shape[2])), 0
     for e, size in enumerate(sizes):
         rows = slice(first, first + size)
@@ -66,7 +66,7 @@ def oracle(x, weights, sizes) -> np.ndarray:
 
 
 def check(x, weights, sizes, backend, tolerance: float) -> None:
-    """Rows of no group are NaN, and zeros come of them."""
+    """Check a backend; rows of no group are NaN, and their results are zeros."""
     total = sum(sizes)
     x = x.copy()
     x[total:] = np.nan
@@ -100,7 +100,7 @@ def test_group_sizes_match_the_formula(backend):
         check(x, weights, sizes, backend, 1e-5)
 
 
-# Rows, groups, D and F on both sides of tiles, and no multiple of anything.
+# Rows, groups, D and F on both sides of tiles, and multiples of nothing.
 SHAPES = [(1, 1, 16, 16), (2, 3, 128, 128), (37, 4, 37, 41), (70, 2, 256, 130), (9, 33, 40, 24)]
 
 

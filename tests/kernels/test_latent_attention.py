@@ -1,5 +1,5 @@
-"""Latents in the cache: pages without values, of which every backend and the engine make the same
-as of keys and values apart."""
+"""Latents in the cache: pages without values give the same as separate keys and values, on every
+backend."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ MIXED = [(1, 33), (1, 1), (7, 40), (0, 0), (1, 16), (20, 20), (1, 100), (3, 17)]
 
 
 def keys_alone(case: Case) -> tuple[Any, ...]:
-    """The rows and pages of a case, without the pages of values."""
+    """Return the queries, rows and pages of a case, without the pages of values."""
     q, rows, pages = case.arrays()
     return q, rows, KVPages(pages.k, None, pages.k_scales)
 
@@ -156,7 +156,7 @@ def test_value_dim_must_fit_the_pages(has_values, value_dim, message):
 @pytest.mark.parametrize("cache_dtype", ["float32", "int8"])
 @every_backend
 def test_step_stores_keys_and_attends(backend, cache_dtype):
-    """The same as with values in pages of their own, and these are not there afterwards."""
+    """Results equal those with values in their own pages, and no pages of values appear."""
     shape = dataclasses.replace(SMALL, cache_dtype=cache_dtype)
     q, rows, pages = make_case([(3, 9), (1, 30)], shape).arrays()
     table = rows.page_table

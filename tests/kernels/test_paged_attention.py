@@ -1,4 +1,5 @@
-"""Paged attention: every backend against the formula, at the sizes and edges of real steps."""
+"""Paged attention: every backend compared with the formula, at the sizes and edges of real
+steps."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from tests.support.attention_cases import (
 pytestmark = pytest.mark.conformance
 
 every_backend = pytest.mark.parametrize("backend", EVERY_BACKEND)
-# Emulators are slow: what needs many programs or many runs has smaller tests beside their kernels.
+# Emulators are slow: tests with many programs or runs have smaller versions for each kernel.
 every_quick_backend = pytest.mark.parametrize("backend", ["reference", "xla"])
 
 # Decodes, chunks, an empty row in between, a whole prompt; lengths on both sides of pages.
@@ -204,7 +205,7 @@ def test_large_scores_do_not_overflow(backend):
 
 @every_backend
 def test_unowned_memory_never_reaches_the_output(backend):
-    """Infinities and huge numbers where the other cases have NaN."""
+    """Memory holds infinities and huge numbers where the other cases have NaN."""
     case = make_case(MIXED)
     clean = run(case, backend, scale=0.25)
     for poison in (np.inf, -np.inf, 3e38):
@@ -246,13 +247,15 @@ def test_any_ragged_batch_matches_the_formula(backend, rows, seed):
 
 
 def _sequence(shape: Shape, length: int) -> Case:
-    """One row, all of whose tokens are queries."""
+    """Return a case of one row, all of whose tokens are queries."""
     return make_case([(length, length)], dataclasses.replace(shape, num_tokens=length, num_rows=1))
 
 
 def _split(whole: Case, chunk: tuple[int, int], T: int, R: int, at: int) -> Case:
-    """Queries [first, end) of `whole` as row `at` of a step of T tokens; other rows are decodes of
-    the same pages, so that there are neighbours."""
+    """Return queries [first, end) of `whole` as row `at` of a step of T tokens.
+
+    The other rows are decodes over the same pages, so that the row has neighbours.
+    """
     first, end = chunk
     q = np.full((T, *whole.q.shape[1:]), np.nan, np.float32)
     q_len = np.zeros(R, np.int32)

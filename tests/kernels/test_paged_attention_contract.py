@@ -1,4 +1,4 @@
-"""What paged attention promises beside its numbers: a short walk, writes in place, refusals."""
+"""Paged attention's contract other than its numbers: cost, writes in place, refusals."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROWS = [(1, 33), (7, 40), (0, 0), (20, 20)]
 
 @pytest.fixture
 def walks(monkeypatch):
-    """Notes [first, end) of every loop, and runs the outer ones in Python; use without jit."""
+    """Record [first, end) of every loop, and run the outer ones in Python; use without jit."""
     noted: list[tuple[int, int]] = []
 
     def fori_loop(first, end, body, carry):
@@ -44,22 +44,23 @@ def walks(monkeypatch):
 
 
 def test_xla_cost_follows_real_lengths(walks):
-    """Blocks read by the xla backend: those a row can see, whatever T, R and W allow."""
+    """The xla backend reads the blocks that a row can see, however large T, R and W are."""
     shape = Shape(num_rows=20, num_tokens=40, table_width=300, num_pages=350)
     walk = partial(paged_attention, backend="xla")
 
     def loops(rows, **variant) -> list[tuple[int, int]]:
-        """In order: turns over decodes, a walk for each, turns over chunks, a walk for each."""
+        """Return the loops in order: decode tiles, a walk for each, chunk tiles, a walk for
+        each."""
         walks.clear()
         walk(*make_case(rows, shape).arrays(), AttentionVariant(0.25, **variant))
         return walks[:]
 
-    assert loops([]) == [(0, 0), (0, 0)], "no row, no turn"
+    assert loops([]) == [(0, 0), (0, 0)], "no row, no iteration"
     block = xla.DECODE_BLOCK
     assert loops([(1, 1)]) == [(0, 1), (0, 1), (0, 0)]
     assert loops([(1, 3 * block)]) == [(0, 1), (0, 3), (0, 0)]
     assert loops([(1, 3 * block + 1)]) == [(0, 1), (0, 4), (0, 0)]
-    # Longest first: rows beyond the first turn's do not walk with the long one.
+    # Longest first: rows after the first iteration do not walk with the long one.
     many = [(1, 1)] * 9 + [(1, 4000)] + [(1, 2)] * 10
     assert loops(many) == [(0, 2), (0, -(-4000 // block)), (0, 1), (0, 0)]
     # A window skips the blocks before it: positions up to 3989 are out of sight.
@@ -69,24 +70,24 @@ def test_xla_cost_follows_real_lengths(walks):
     assert loops([(2, 4000)], window=10) == [(0, 0), (0, 1), (3989 // chunk, 16)]
 
 
-CELLS = st.tuples(st.integers(0, 7), st.integers(0, 3))  # pages 6 and 7 do not exist
+SLOTS = st.tuples(st.integers(0, 7), st.integers(0, 3))  # pages 6 and 7 do not exist
 
 
 @settings(deadline=None, max_examples=50)
 @given(
-    cells=st.lists(CELLS, min_size=5, max_size=5, unique=True),
+    slots=st.lists(SLOTS, min_size=5, max_size=5, unique=True),
     dtype=st.sampled_from(["float32", "bfloat16"]),
 )
-def test_write_pages_changes_only_the_named_slots(cells, dtype):
+def test_write_pages_changes_only_the_named_slots(slots, dtype):
     rng = np.random.default_rng(0)
     pages = rng.normal(size=(6, 2, 4, 3)).astype(jnp.dtype(dtype))
     new = rng.normal(size=(5, 2, 3)).astype(np.float32)
-    page, cell = (np.array(column, np.int32) for column in zip(*cells, strict=True))
+    page, offset = (np.array(column, np.int32) for column in zip(*slots, strict=True))
     expected = pages.copy()
     for t in range(5):
         if page[t] < 6:
-            expected[page[t], :, cell[t]] = new[t].astype(expected.dtype)
-    out = write_pages(*map(jnp.asarray, (pages, new, page, cell)))
+            expected[page[t], :, offset[t]] = new[t].astype(expected.dtype)
+    out = write_pages(*map(jnp.asarray, (pages, new, page, offset)))
     assert out.dtype == pages.dtype and np.array_equal(np.asarray(out), expected)
 
 
@@ -97,7 +98,7 @@ def test_write_pages_drops_tokens_past_the_pool():
 
 
 def test_write_pages_is_in_place_under_donation():
-    """The compiled write allocates nothing of the pool's size, whatever T is."""
+    """The compiled write allocates nothing of the pool's size, for any T."""
     pages = jax.ShapeDtypeStruct((4096, 2, 16, 32), jnp.float32)
     pool_bytes = 4096 * 2 * 16 * 32 * 4
     for T in (1, 2, 16):
@@ -113,7 +114,7 @@ QUANTIZED = {name: jnp.zeros((6, 2, 4, 16), jnp.int8) for name in ("k_pages", "v
 
 
 def _arrays(**changes) -> dict[str, Any]:
-    """Well-formed arguments of the shape check, some of them replaced."""
+    """Return well-formed arguments of the shape check, some of them replaced."""
     shapes = {
         "q": (8, 4, 16),
         "k_pages": (6, 2, 4, 16),

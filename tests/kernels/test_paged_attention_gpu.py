@@ -40,8 +40,8 @@ SINKS = np.array([0.5, -1.0, 3.0, -8.0], np.float32)
 SMALL = Shape(num_tokens=24, num_rows=24, num_heads=2, num_kv_heads=1, head_dim=8)
 
 
-class Watched:
-    """A launcher that keeps what the kernel left in its memory."""
+class RecordingLauncher:
+    """A launcher that keeps the outputs of the kernel."""
 
     def __init__(self) -> None:
         self.plan: Any = None
@@ -54,7 +54,7 @@ class Watched:
 
     @property
     def parts(self) -> Any:
-        """Which of [programs, 2] hold a part of a unit that was cut."""
+        """Which of [programs, 2] hold a part of a unit that was split."""
         return ~np.isnan(self.outputs[3][:, :, 0]).all(axis=-1)
 
     @property
@@ -63,22 +63,22 @@ class Watched:
 
 
 def attend(
-    case: Case, watched: Watched | None = None, **options: Any
+    case: Case, launcher: RecordingLauncher | None = None, **options: Any
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(out, lse) of the backend, compiled in haste: it runs once."""
+    """Return (out, lse) of the backend, compiled unoptimized: it runs once."""
     options = {"scale": case.q.shape[2] ** -0.5, "return_lse": True, **options}
-    watched, variant = watched or Watched(), variant_of(options)
+    launcher, variant = launcher or RecordingLauncher(), variant_of(options)
 
     def call(*arguments):
-        return gpu.paged_attention(*arguments, **options, launch=watched), watched.outputs
+        return gpu.paged_attention(*arguments, **options, launch=launcher), launcher.outputs
 
     program = jax.jit(call, compiler_options={"xla_backend_optimization_level": 0})
-    (out, lse), watched.outputs = jax.tree.map(np.asarray, program(*case.arrays(), variant))
+    (out, lse), launcher.outputs = jax.tree.map(np.asarray, program(*case.arrays(), variant))
     return out, lse
 
 
-def check(case: Case, watched: Watched | None = None, **options: Any) -> None:
-    out, lse = attend(case, watched, **options)
+def check(case: Case, launcher: RecordingLauncher | None = None, **options: Any) -> None:
+    out, lse = attend(case, launcher, **options)
     variant = {k: v for k, v in options.items() if k in VARIANT}
     scale = case.q.shape[2] ** -0.5
     ref, ref_lse = oracle(case, scale=scale, **variant, return_lse=True)
@@ -90,7 +90,7 @@ def check(case: Case, watched: Watched | None = None, **options: Any) -> None:
 
 
 def divide(active: int, total: int, first: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """The kernel's own arithmetic: where stretches start, and the programs of 4096 blocks."""
+    """Return where stretches start, and the programs of 4096 blocks, by the kernel's arithmetic."""
     from tests.support import division_kernel
 
     outputs = tuple(jax.ShapeDtypeStruct((n,), jnp.int32) for n in (512, 4096))
@@ -121,7 +121,7 @@ def test_division_of_long_work_does_not_overflow():
 
 
 def plan_for(window: int | None, row_block: int) -> Any:
-    """Of steps of 45 tokens and 5 rows."""
+    """Return the plan of a step of 45 tokens and 5 rows."""
     abstract: Any = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
     options = {"scale": 1.0, "window": window, "soft_cap": None, "is_split": True}
     flags = {name: False for name in ("has_sinks", "has_slopes", "has_scales", "has_lse")}
@@ -157,12 +157,12 @@ def test_work_list_has_the_tiles_of_every_row_in_order(rows, window, row_block):
 def test_long_row_is_shared_by_the_whole_grid():
     shape = dataclasses.replace(SMALL, page_size=64, table_width=128, num_pages=160)
     case = make_case([(1, 1)] * 11 + [(1, 8192)] + [(1, 1)] * 12, shape)
-    watched = Watched()
-    check(case, watched, tiling=GpuPagedTiling(16, 64, 2, 4, 4))
+    launcher = RecordingLauncher()
+    check(case, launcher, tiling=GpuPagedTiling(16, 64, 2, 4, 4))
     # 128 of 151 blocks are its: of 12 programs with 12 or 13 each, the first and last have others
-    assert watched.plan.programs == 12
-    assert watched.parts.any(axis=1).sum() >= 11
-    assert (watched.counters == 0).all()
+    assert launcher.plan.programs == 12
+    assert launcher.parts.any(axis=1).sum() >= 11
+    assert (launcher.counters == 0).all()
 
 
 @pytest.mark.matrix
@@ -172,13 +172,13 @@ def test_split_units_are_merged(rows, occupancy):
     decodes = [(1, n) for n in (1, 16, 17, 150, 33, 2, 64, 129)]
     shape = Shape(num_tokens=8, num_rows=8) if rows == "decodes" else Shape()
     case = make_case(decodes if rows == "decodes" else MIXED, shape)
-    watched = Watched()
+    launcher = RecordingLauncher()
     tiling = GpuPagedTiling(16, 16, 2, 4, occupancy)
-    check(case, watched, tiling=tiling, sinks=SINKS)
-    assert watched.parts.any(), "nothing was cut"
-    assert (watched.counters == 0).all()
+    check(case, launcher, tiling=tiling, sinks=SINKS)
+    assert launcher.parts.any(), "nothing was cut"
+    assert (launcher.counters == 0).all()
     out, lse = attend(case, tiling=tiling, sinks=SINKS)
-    assert np.array_equal(out, watched.outputs[0]) and np.array_equal(lse, watched.outputs[1])
+    assert np.array_equal(out, launcher.outputs[0]) and np.array_equal(lse, launcher.outputs[1])
 
 
 def test_fewer_blocks_than_programs_match_the_formula():
@@ -188,10 +188,10 @@ def test_fewer_blocks_than_programs_match_the_formula():
 
 def test_parts_are_merged_in_runs_of_lanes():
     shape = Shape(num_tokens=40, num_rows=3, num_heads=2, num_kv_heads=1, head_dim=192)
-    case, watched = make_case([(17, 120), (1, 60), (20, 20)], shape), Watched()
-    check(case, watched, tiling=GpuPagedTiling(64, 16, 2, 4, 3))
-    assert watched.plan.merged_lanes < watched.plan.lanes
-    assert watched.parts.any()
+    case, launcher = make_case([(17, 120), (1, 60), (20, 20)], shape), RecordingLauncher()
+    check(case, launcher, tiling=GpuPagedTiling(64, 16, 2, 4, 3))
+    assert launcher.plan.merged_lanes < launcher.plan.lanes
+    assert launcher.parts.any()
 
 
 def test_candidate_tilings_match_the_formula():
@@ -207,7 +207,7 @@ def test_pages_outside_the_window_are_not_read():
     case = make_case([(1, 100), (5, 90), (1, 33)])
     table = case.page_table.copy()
     for r, oldest in enumerate((100 - 20, 85 - 20, 33 - 20)):
-        table[r, : oldest // 16] = 10**6  # points at nothing at all
+        table[r, : oldest // 16] = 10**6  # no such page
     check(dataclasses.replace(case, page_table=table), window=20)
 
 
@@ -218,9 +218,9 @@ def test_batch_invariant_mode_splits_no_unit():
     together = make_case(rows, shape)
     pages = {"k_pages": together.k_pages, "v_pages": together.v_pages}
     alone = dataclasses.replace(alone, **pages, page_table=together.page_table, q=together.q)
-    truth, watched = attend(together, batch_invariant=True), Watched()
-    out, lse = attend(alone, watched, batch_invariant=True)
-    assert not watched.parts.any()
+    truth, launcher = attend(together, batch_invariant=True), RecordingLauncher()
+    out, lse = attend(alone, launcher, batch_invariant=True)
+    assert not launcher.parts.any()
     assert np.array_equal(out[0], truth[0][0]) and np.array_equal(lse[0], truth[1][0])
     check(together, batch_invariant=True, tiling=GpuPagedTiling(16, 16, 2, 4, 5))
     check(make_case(MIXED), batch_invariant=True)
@@ -243,7 +243,7 @@ def test_float8_values_are_decoded_exactly():
 
 
 def on_gpu(kind: str, num_cores: int, case: Case, **options: Any) -> TritonLaunch:
-    """The launch of a call that is traced for a GPU which is not here."""
+    """Return the launch of a call that is traced for a GPU of another machine."""
     recorder = Recorder()
     device = AbstractDevice(device_kind=kind, num_cores=num_cores, platform="gpu")
     mesh = AbstractMesh((1,), ("device",), abstract_device=device)

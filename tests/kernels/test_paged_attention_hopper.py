@@ -1,6 +1,6 @@
 """The Hopper kernel in Pallas' emulator: copies, barriers, slots, masks and stores are the kernel's
-own; plain JAX stands in for products and layouts that the emulator lacks (`hopper_products.py`).
-The kernel with none of that replaced is lowered for a GPU, where layouts are checked, not run."""
+own; plain JAX replaces products and layouts that the emulator lacks (`hopper_products.py`). The
+kernel with nothing replaced is lowered for a GPU, which checks layouts, but not run."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ SHAPE = Shape(
     dtype="bfloat16",
     cache_dtype="bfloat16",
 )
-# A decode, a chunk longer than a warpgroup's share, a row of nothing, a chunk behind a context.
+# A decode, a chunk longer than a warpgroup's share, an empty row, a chunk after a context.
 MIXED = [(1, 33), (33, 33), (0, 0), (5, 150)]
 VARIANT: dict[str, Any] = {
     "scale": 0.4,
@@ -67,7 +67,7 @@ VARIANT: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def compiled_once(monkeypatch):
-    """The emulator compiles the kernel again for each thread of each unit; here, once a call."""
+    """Compile the kernel once a call; the emulator would do so for each thread of each unit."""
     programs: dict[int, Any] = {}
     lock = threading.Lock()
 
@@ -84,7 +84,7 @@ def compiled_once(monkeypatch):
 
 @pytest.fixture
 def emulate(monkeypatch):
-    """Sets the emulator's switches and the tiling of the tests' Hopper backend."""
+    """Set the emulator's switches and the tiling of the tests' Hopper backend."""
 
     def choose(tiling: HopperTiling, **switches: Any) -> None:
         # A box of queries may reach past the last token: TMA fills up with zeros.
@@ -149,7 +149,7 @@ def test_edge_cases_match_the_formula(emulate, edge):
 @pytest.mark.filterwarnings("ignore:.* encountered in matmul:RuntimeWarning")
 @pytest.mark.parametrize("poison", [np.inf, 3e38])
 def test_unowned_memory_never_reaches_the_output(emulate, poison):
-    """Infinities and huge numbers where the other cases have NaN."""
+    """Memory holds infinities and huge numbers where the other cases have NaN."""
     case = make_case([(9, 33), (3, 70)], dataclasses.replace(ONE_HEAD, num_tokens=16))
     clean = run(case, "hopper", scale=0.25)
 
@@ -171,7 +171,7 @@ def test_unseen_pages_are_not_read(emulate):
     """The emulator raises where a read leaves its array."""
     emulate(HopperTiling(64, 2, 1), out_of_bounds_reads="raise")
     shape = dataclasses.replace(ONE_HEAD, num_tokens=32, num_rows=1, table_width=20)
-    case = make_case([(32, 232)], shape)  # queries from 200 on; with the window, cells from 181 on
+    case = make_case([(32, 232)], shape)  # queries from 200 on; with the window, keys from 181 on
     table = np.full_like(case.page_table, 10**6)
     table[:, 128 // 16 : 240 // 16] = case.page_table[:, 128 // 16 : 240 // 16]
     check_same = run(dataclasses.replace(case, page_table=table), "hopper", scale=0.25, window=20)
@@ -259,7 +259,7 @@ def _on(kind: str):
 
 
 def _lower(arguments: tuple[Any, ...], kind: str = "NVIDIA H200", **options: Any) -> str:
-    """The kernel in the GPU compiler's own dialect; layouts are checked on the way."""
+    """Return the kernel in the GPU compiler's dialect; lowering checks the layouts."""
     variant = variant_of(options := {"scale": 0.1, **options})
     call = jax.jit(partial(hopper.paged_attention, **options))
     with _on(kind):

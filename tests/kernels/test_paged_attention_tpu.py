@@ -1,4 +1,4 @@
-"""What the TPU's kernel does beside the common cases: races, tilings, folded pages, refusals."""
+"""The TPU kernel of paged attention: races, tilings, folded pages, refusals."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ VARIANT: dict[str, Any] = {
 
 @pytest.fixture
 def emulate(monkeypatch):
-    """Sets the emulator's switches and the tiling of the tests' TPU backend."""
+    """Set the emulator's switches and the tiling of the tests' TPU backend."""
 
     def choose(tiling: TpuPagedTiling | None = None, **switches: Any) -> None:
         program_of("tpu").clear_cache()
@@ -143,7 +143,7 @@ def test_batch_invariant_results_are_bit_equal_in_any_batch():
 
 
 def fold(case: Case) -> Case:
-    """The same case in pages of 128 lanes."""
+    """Return the same case in pages of 128 lanes."""
 
     def folded(pages):
         P, K, B, H = pages.shape
@@ -187,9 +187,11 @@ def test_folded_writes_equal_plain_ones(head_dim, lanes):
     pages[..., : fold * head_dim] = rng.normal(size=(6, 2, 8, fold * head_dim))
     new = rng.normal(size=(9, 2, head_dim)).astype(np.float32)
     page = np.array([3, 3, 3, 3, 3, 0, 6, 2**31 - 1, 5], np.int32)  # the pool has 6
-    cell = np.array([1, 2, 3, 4, 5, 7, 6, 0, 0], np.int32)
-    out = write_pages(*map(jnp.asarray, (pages, new, page, cell)))
-    plain = write_pages(unfold(jnp.asarray(pages), head_dim), *map(jnp.asarray, (new, page, cell)))
+    offset = np.array([1, 2, 3, 4, 5, 7, 6, 0, 0], np.int32)
+    out = write_pages(*map(jnp.asarray, (pages, new, page, offset)))
+    plain = write_pages(
+        unfold(jnp.asarray(pages), head_dim), *map(jnp.asarray, (new, page, offset))
+    )
     assert np.array_equal(unfold(out, head_dim), plain)
     assert not np.asarray(out)[..., fold * head_dim :].any()
 

@@ -1,4 +1,4 @@
-"""The TPU's kernel that stores the step's keys and values and attends to them, in the emulator."""
+"""The TPU kernel that stores the step's keys and values and attends to them, in the emulator."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SHAPE = Shape(num_tokens=64)
 
 
 class Update:
-    """A case whose step is yet to be stored: the new cells of its pages are NaN.
+    """A case whose step is not stored yet: the new slots of its pages are NaN.
 
     The first `shared[r]` of row r's new tokens are in its pages already and are not to be stored.
     """
@@ -62,12 +62,12 @@ class Update:
             first, end = case.q_start[r : r + 2].tolist()
             for t in range(first, end):
                 position = length - (end - t)
-                page, cell = case.page_table[r, position // B], position % B
-                self.k[t], self.v[t] = case.k_pages[page, :, cell], case.v_pages[page, :, cell]
+                page, offset = case.page_table[r, position // B], position % B
+                self.k[t], self.v[t] = case.k_pages[page, :, offset], case.v_pages[page, :, offset]
                 if t - first >= (shared or {}).get(r, 0):
                     self.write_page[t] = page
                     for pages in (self.k_pages, self.v_pages):
-                        pages[page, :, cell] = np.nan
+                        pages[page, :, offset] = np.nan
             if end > first and length % B:
                 self.free[case.page_table[r, length // B], length % B :] = True
 
@@ -94,7 +94,7 @@ def fold(pages: np.ndarray, lanes: int) -> np.ndarray:
 
 @functools.lru_cache
 def program_of(tiling: TpuPagedTiling | None, switches: tuple) -> Any:
-    """One emulator's program for all cases of a shape, compiled in haste."""
+    """Return one emulated program for all cases of a shape, compiled unoptimized."""
     step = partial(
         tpu.update_and_attend,
         return_lse=True,
@@ -163,7 +163,7 @@ def test_folded_pages_match_the_formula(head_dim, page_size, variant):
 
 
 def test_store_groups_of_tall_tiles_match_the_formula(monkeypatch):
-    """As on a chip whose VMEM holds 16 rows of bfloat16 in a tile."""
+    """The chip is one whose VMEM holds 16 rows of bfloat16 in a tile."""
     monkeypatch.setattr(tpu, "group_rows", lambda pages: 16)
     shape = dataclasses.replace(SHAPE, page_size=32)
     check(MIXED, shape, tiling=TpuPagedTiling(1, 16, slots=4))
@@ -183,7 +183,7 @@ RACES = {"detect_races": True, "num_cores_or_threads": 2}
 
 
 def test_page_without_new_tokens_is_not_written():
-    """The emulator finds a write to it while the other row reads it."""
+    """The emulator would report a write to it while the other row reads it as a race."""
     rows = [(20, 20), (20, 25)]
     case = make_case(rows, SHAPE, shared=1)
     update = Update(case, {0: 16, 1: 11})
@@ -196,8 +196,8 @@ def test_page_without_new_tokens_is_not_written():
 
 
 def test_stores_do_not_race_with_fetches():
-    """A chunk of several tiles whose first token falls into a group of older ones is left out: its
-    tiles may read that group while one of them stores it, by design (`tpu_update.py`)."""
+    """No chunk of several tiles has its first token in a group of older ones: its tiles may read
+    that group while one of them stores it, by design (`tpu_update.py`)."""
     rows = [(1, 33), (1, 1), (7, 40), (0, 0), (20, 20), (1, 100), (17, 33), (1, 16)]
     check(rows, tiling=TpuPagedTiling(2, 16, slots=3, cores=2), variant=ALL, **RACES)
     races: Any = emulator.races

@@ -1,4 +1,4 @@
-"""The product with quantized weights: every backend against the formula."""
+"""The product with quantized weights: every backend compared with the formula."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ every_backend = pytest.mark.parametrize(
 
 
 def calls(cases: Sequence[Any], emulated: Sequence[Any] | None = None) -> Any:
-    """Every backend with every case; emulators, which are slow, with some."""
+    """Return the pairs to test: every case on every backend, on the slow emulators only some."""
     pairs = []
     for backend in BACKENDS:
         of_backend = cases if backend not in EMULATED or emulated is None else emulated
@@ -126,7 +126,7 @@ def test_quantized_activations_use_the_whole_range(backend, dtype, x_dtype):
     step = np.asarray(scale) * (0.5001 if dtype == "int8" else 2.0**-10)
     step = np.maximum(step, 0 if dtype == "int8" else abs(x) / 16 * 1.0001)
     error = abs(wide * np.asarray(scale) - x)
-    if backend == "gpu" and dtype != "int8":  # Triton's interpreter cuts off what a device rounds
+    if backend == "gpu" and dtype != "int8":  # Triton's interpreter truncates where a device rounds
         assert np.linalg.norm(error) <= 0.1 * np.linalg.norm(x)
     else:
         assert (error <= step).all()

@@ -1,4 +1,4 @@
-"""Quantized weights: the way there and back, their size, their order in memory, refusals."""
+"""Quantized weights: conversion both ways, size, order in memory, refusals."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def weights(*shape, seed=0):
-    """With columns of very different size, a column of zeros and one that is all positive."""
+    """Return weights with columns of very different size, one of zeros, one all positive."""
     rng = np.random.default_rng(seed)
     w = rng.normal(size=shape) * 10.0 ** rng.integers(-3, 3, shape[-1])
     w[..., 0] = 0
@@ -38,7 +38,7 @@ def weights(*shape, seed=0):
 
 
 def value(weight: QuantArray, d: int, f: int) -> float:
-    """The formula of `quant_array.py`, for one weight."""
+    """Compute the formula of `quant_array.py` for one weight."""
     if weight.bits == 4:
         half = weight.pack_rows // 2
         run, within = divmod(d, weight.pack_rows)
@@ -69,7 +69,7 @@ def test_dequantize_matches_the_formula_and_stays_close(kind, group_size):
 
 @every_kind
 def test_numpy_and_jax_quantize_equally(kind):
-    w = weights(2, 64, 5)  # an axis in front: experts
+    w = weights(2, 64, 5)  # a leading axis: experts
     ours = quantize(w, group_size=16, **KINDS[kind])
     theirs = jax.jit(lambda w: quantize(w, group_size=16, **KINDS[kind]))(jnp.asarray(w))
     assert isinstance(ours.values, np.ndarray) and isinstance(theirs.values, jax.Array)

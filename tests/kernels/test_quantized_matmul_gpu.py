@@ -1,5 +1,5 @@
-"""What the GPU's product with quantized weights does beside the common cases: tilings, splits,
-chips without float8, refusals."""
+"""The GPU kernel of products with quantized weights: tilings, splits, chips without float8,
+refusals."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MANY = GpuQuantizedTiling(128, 32, 32, band=2)  # scales weights before the prod
 
 @pytest.fixture
 def tile(monkeypatch):
-    """Sets the tiling of the tests' GPU backend."""
+    """Set the tiling of the tests' GPU backend."""
 
     def choose(tiling: GpuQuantizedTiling) -> None:
         program_of("gpu").clear_cache()
@@ -54,7 +54,7 @@ def test_bands_cover_all_tokens_and_columns(tile):
 @pytest.mark.parametrize("weights", ["int8 zeros", "int4 zeros"])
 @pytest.mark.parametrize("group_size", [None, 32])
 def test_splits_cover_all_rows(tile, splits, weights, group_size):
-    """Seven leave some without any."""
+    """Seven splits leave some without rows."""
     tile(GpuQuantizedTiling(16, 32, 32, splits=splits))
     check(make_case(weights, T=3, D=320, F=40, group_size=group_size), "gpu")
 
@@ -133,7 +133,7 @@ def test_invalid_tilings_are_refused(fields):
 
 
 def _recorded(kind: str, x_dtype: str, weights: dict[str, Any], T: int = 16) -> Any:
-    """The launch of a call [T, 4096] @ [4096, 4096] for a GPU."""
+    """Return the launch of a call [T, 4096] @ [4096, 4096] for a GPU."""
     device = AbstractDevice(device_kind=kind, num_cores=132, platform="gpu")
     weight = jax.eval_shape(
         lambda w: quantize(w, **weights), jax.ShapeDtypeStruct((4096, 4096), jnp.float32)

@@ -1,5 +1,5 @@
-"""What the TPU's product with quantized weights does beside the common cases: races, tilings, chips
-that multiply no narrow types, refusals."""
+"""The TPU kernel of products with quantized weights: races, tilings, chips that multiply no narrow
+types, refusals."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FEW, MANY = TpuQuantizedTiling(32, 128, 128), TpuQuantizedTiling(64, 128, 256)
 
 @pytest.fixture
 def emulate(monkeypatch):
-    """Sets the emulator's switches and the tiling of the tests' TPU backend."""
+    """Set the emulator's switches and the tiling of the tests' TPU backend."""
 
     def choose(tiling: TpuQuantizedTiling | None = None, **switches: Any) -> None:
         program_of("tpu").clear_cache()
@@ -45,7 +45,7 @@ def test_tiles_do_not_race(emulate):
 
 
 @pytest.mark.matrix
-# Few tokens: a group's scale on its sums. Many: on its weights, once for all of them.
+# Few tokens: a group's scale is applied to its sums. Many: to its weights, once for all tokens.
 @pytest.mark.parametrize("tiling", [FEW, MANY], ids=str)
 @pytest.mark.parametrize("weights", ["int8", "int4 zeros"])
 def test_tilings_match_the_formula(emulate, tiling, weights):
@@ -62,7 +62,8 @@ def test_int8_sums_within_and_across_groups_are_exact(emulate, group_size):
 
 @pytest.mark.parametrize(("weights", "x_dtype"), [("int4", "int8"), ("float8", "float8_e4m3fn")])
 def test_unsupported_type_is_multiplied_as_bfloat16(weights, x_dtype):
-    """Exactly: both operands fit, and so do the sums of their products."""
+    """The result is exact: both operands fit bfloat16, and the sums of their products fit
+    float32."""
     case = make_case(weights, group_size=32, x_dtype=x_dtype)
     assert tpu._operand(x_dtype) == "bfloat16"
     check(case, "tpu")
@@ -146,7 +147,7 @@ def _mesh(kind: str) -> AbstractMesh:
 
 
 def _traced(kind: str, x: Any, weight: Any, **options: Any) -> Any:
-    """The call by the TPU's backend, traced for a chip."""
+    """Return the call by the TPU backend, traced for a chip."""
     abstract = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)
     arguments = jax.tree.map(abstract, (x, weight, options))
     with jax.sharding.use_abstract_mesh(_mesh(kind)):

@@ -1,4 +1,5 @@
-"""Rotary embedding and cache write: every backend against the formula, poison around it."""
+"""Rotary embedding and cache write: every backend compared with the formula, with poisoned
+memory."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from tests.support.triton_bench import needs_triton
 
 pytestmark = pytest.mark.conformance
 
-# The TPU's kernel in its emulator, the GPU's in Triton's interpreter.
+# The TPU kernel runs in its emulator, the GPU kernel in Triton's interpreter.
 EMULATED = {
     "tpu": partial(tpu.rope_and_write, interpret=pltpu.InterpretParams()),
     "gpu": partial(gpu.rope_and_write, launch=interpret),
@@ -31,10 +32,10 @@ EMULATED = {
 ALL = [pytest.param(b, marks=needs_triton if b == "gpu" else ()) for b in BACKENDS]
 every_backend = pytest.mark.parametrize("backend", ALL)
 every_folding_backend = pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "gpu"])
-# On ||out - ref|| / ||ref||, by the type that is stored.
+# Bounds on ||out - ref|| / ||ref||, by the type that is stored.
 TOLERANCE = {"float32": 1e-6, "bfloat16": 4e-3, "int8": 2e-2, "float8_e4m3fn": 4e-2}
 
-# In haste, and with the roundings of the formula, which XLA leaves out where it may.
+# Unoptimized, and with the roundings of the formula, which XLA may leave out.
 _run: Any = jax.jit(
     rope_and_write,
     static_argnames="backend",
@@ -71,8 +72,8 @@ ROWS = [(3, 5, 1), (0, 31, 1), (9, 0, 2), (5, 0, 13), (7, 13, 1), (1, 0, 32), (6
 
 
 def make_case(shape: Shape, rows=ROWS, *, num_tokens: int = 64, seed: int = 0) -> tuple[Any, ...]:
-    """Arguments of the front door. The pages are full of other numbers; a token that is not stored,
-    as those behind the last row, is NaN in `k` and `v`."""
+    """Return the operator's arguments. The pages are full of other numbers; a token that is not
+    stored, such as those past the last row, is NaN in `k` and `v`."""
     rng = np.random.default_rng(seed)
     slots = [(page, first + i) for page, first, count in rows for i in range(count)]
     slots += [(shape.num_pages, 0)] * (num_tokens - len(slots))
@@ -82,14 +83,14 @@ def make_case(shape: Shape, rows=ROWS, *, num_tokens: int = 64, seed: int = 0) -
     q, k, v = normal(T, N, H), normal(T, K, H), 3 * normal(T, K, H)
     k[page >= shape.num_pages] = v[page >= shape.num_pages] = np.nan
     angle = np.zeros((T, 0)) if shape.half is None else 3 * normal(T, shape.half)
-    turn = [jnp.asarray(f(angle), jnp.float32) for f in (np.cos, np.sin)]
+    rotary_arrays = [jnp.asarray(f(angle), jnp.float32) for f in (np.cos, np.sin)]
     q, k, v = (jnp.asarray(x, jnp.dtype(shape.dtype)) for x in (q, k, v))
 
     rows_, lanes = (shape.page_size, H)
     if shape.is_folded:
         rows_, lanes = rows_and_lanes(shape.page_size, H)
     stored = [normal(shape.num_pages, K, rows_, lanes) for _ in range(2)]
-    if shape.is_folded:  # nothing behind the heads of a row of lanes
+    if shape.is_folded:  # zeros after the heads of a row of lanes
         for pages in stored:
             pages[..., lanes // H * H :] = 0
     scales: list[Any] = [None, None]
@@ -100,12 +101,12 @@ def make_case(shape: Shape, rows=ROWS, *, num_tokens: int = 64, seed: int = 0) -
             for _ in range(2)
         ]
     pages = KVPages(*(jnp.asarray(x).astype(shape.cache_dtype) for x in stored), *scales)
-    rotary = None if shape.half is None else tuple(turn)
+    rotary = None if shape.half is None else tuple(rotary_arrays)
     return q, NewTokens(k, v, jnp.asarray(page), jnp.asarray(offset)), rotary, pages
 
 
 def rotated(x, cos, sin) -> np.ndarray:
-    """The formula, float64, a pair at a time; rounded to x's type."""
+    """Compute the formula in float64, a pair at a time, rounded to x's type."""
     out = np.asarray(x, np.float64).copy()
     if cos is not None:
         c, s = np.asarray(cos, np.float64)[:, None], np.asarray(sin, np.float64)[:, None]
@@ -117,7 +118,7 @@ def rotated(x, cos, sin) -> np.ndarray:
 
 
 def real_values(stored, scales, head_dim: int) -> np.ndarray:
-    """[P, K, B, H] in float64, whatever the layout."""
+    """Return [P, K, B, H] in float64, whatever the layout."""
     if stored.shape[3] != head_dim and scales is not None:
         scales = unfold_scales(scales, stored.shape[2])
     if stored.shape[3] != head_dim:
@@ -127,15 +128,15 @@ def real_values(stored, scales, head_dim: int) -> np.ndarray:
 
 
 def assert_close(out: Any, ref: np.ndarray, tolerance: float) -> None:
-    """Head by head."""
+    """Compare head by head."""
     assert out.shape == ref.shape and np.isfinite(out).all()
     error = np.linalg.norm(out - ref, axis=-1) / np.linalg.norm(ref, axis=-1)
     assert error.size == 0 or error.max() <= tolerance, f"relative error {error.max():.2e}"
 
 
 def check(case: tuple[Any, ...], backend: str) -> None:
-    """Queries are rotated; stored heads are the new ones, to their type's digits; all other cells
-    and scales are as they were, bit for bit."""
+    """Check that queries are rotated, that stored heads are the new ones within their type's
+    precision, and that all other slots and scales are unchanged, bit for bit."""
     q, (k, v, page, offset), rotary, pages = case
     cos, sin = rotary or (None, None)
     H, P = q.shape[2], pages.k.shape[0]
@@ -154,9 +155,9 @@ def check(case: tuple[Any, ...], backend: str) -> None:
         assert_close(real[at], np.asarray(new, np.float64)[is_stored], tolerance)
         untouched = real_values(old, old_scales, H)
         untouched[at] = real[at]
-        assert np.array_equal(untouched, real), "cells of other tokens"
+        assert np.array_equal(untouched, real), "slots of other tokens"
         if now.shape[3] % H:
-            assert not now[..., now.shape[3] // H * H :].any(), "lanes behind the heads"
+            assert not now[..., now.shape[3] // H * H :].any(), "lanes after the heads"
 
 
 @pytest.mark.matrix(by="backend")
@@ -197,7 +198,7 @@ def test_head_shapes_of_models_match_the_formula(backend, heads):
 EDGES = {
     "nothing is stored": [(100, 0, 5), (7, 31, 1)],
     "a whole page": [(4, 0, 32)],
-    "the last cell of the last page": [(7, 0, 3), (6, 31, 1)],
+    "the last slot of the last page": [(7, 0, 3), (6, 31, 1)],
     "stored behind a prefix that is not": [(7, 0, 20), (5, 20, 3), (2, 0, 1)],
     "every page": [(p, 8 * (p % 4), 9 if p % 4 < 3 else 8) for p in (6, 1, 5, 0, 2, 4, 3)],
     "two rows in one page": [(3, 1, 2), (3, 9, 2), (3, 30, 1)],
@@ -264,17 +265,17 @@ def test_write_is_in_place_under_donation():
     spec: Any = jax.ShapeDtypeStruct
     stored = spec((4096, 2, 8, 128), jnp.float32)
     pages = KVPages(stored, stored)
-    of_step, ids = spec((16, 2, 128), jnp.float32), spec((16,), jnp.int32)
-    turn = spec((16, 64), jnp.float32)
+    tokens, ids = spec((16, 2, 128), jnp.float32), spec((16,), jnp.int32)
+    angles = spec((16, 64), jnp.float32)
     program: Any = jax.jit(partial(rope_and_write, backend="xla"), donate_argnums=3)
-    args = (of_step, NewTokens(of_step, of_step, ids, ids), (turn, turn), pages)
+    args = (tokens, NewTokens(tokens, tokens, ids, ids), (angles, angles), pages)
     memory = program.lower(*args).compile().memory_analysis()
     assert memory.alias_size_in_bytes == 2 * 4096 * 2 * 8 * 128 * 4
     assert memory.temp_size_in_bytes < memory.alias_size_in_bytes / 100
 
 
 def test_arguments_that_do_not_fit_are_refused(monkeypatch):
-    """By the operator's own checks; in tests, jaxtyping's come before them."""
+    """The operator's own checks refuse them; in tests, jaxtyping's come before them."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     q, new, rotary, pages = make_case(Shape(), num_tokens=2, rows=[(3, 5, 2)])
     with pytest.raises(ValueError, match=r"cos \(2, 16\) and sin \(2, 8\) differ in shape"):

@@ -1,4 +1,4 @@
-"""What the GPU's kernel of the cache write does beside the common cases: tilings, one launch."""
+"""The GPU kernel of the cache write: tilings, one launch, refusals."""
 
 from __future__ import annotations
 

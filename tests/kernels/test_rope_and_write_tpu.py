@@ -1,4 +1,4 @@
-"""What the TPU's kernel of the cache write does beside the common cases: runs, races, refusals."""
+"""The TPU kernel of the cache write: runs, races, refusals."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_fetches_do_not_race_with_writes():
 
 
 @pytest.mark.parametrize(
-    ("page", "cell", "expected"),
+    ("page", "offset", "expected"),
     [
         # Groups of 4 tokens; pages from 9 on are not stored. (page, group, first, end)
         ([2, 2, 2], [2, 3, 4], [(2, 0, 0, 2), (2, 1, 2, 3)]),
@@ -39,9 +39,9 @@ def test_fetches_do_not_race_with_writes():
         ([8], [7], [(8, 1, 0, 1)]),
     ],
 )
-def test_runs_are_the_stored_tokens_of_a_group(page, cell, expected):
+def test_runs_are_the_stored_tokens_of_a_group(page, offset, expected):
     plan = TpuWritePlan(head_dim=64, fold=2, page_rows=4, group=2)
-    runs, num_runs = tpu._runs(plan, jnp.asarray(page), jnp.asarray(cell), 9)
+    runs, num_runs = tpu._runs(plan, jnp.asarray(page), jnp.asarray(offset), 9)
     fields = [np.asarray(x)[: int(num_runs)].tolist() for x in runs[:4]]
     assert list(zip(*fields, strict=True)) == expected
     assert all((np.asarray(x) >= 0).all() for x in runs), "empty runs too point at something"

@@ -1,4 +1,4 @@
-"""Launching Triton kernels: one description for the device, the interpreter and the recorder."""
+"""Triton launches: one description for the device, the interpreter and the recorder."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.support.triton_bench import needs_triton
 
 
 def kernel(*names: str) -> Any:
-    """What a launch asks of a function under triton.jit."""
+    """Return a fake with what a launch needs of a function under triton.jit."""
     return SimpleNamespace(arg_names=list(names), __name__="_kernel")
 
 

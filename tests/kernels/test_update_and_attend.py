@@ -1,4 +1,4 @@
-"""What a layer calls: turn, store, attend. Every way to it gives what the parts give one by one."""
+"""What a layer calls: rotate, store, attend. Every form gives what the steps give one by one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.conformance
 
 EMULATED = {"tpu": partial(tpu.update_and_attend, interpret=pltpu.InterpretParams())}
 STATIC = ("batch_invariant", "backend")
-_in_haste: Any = jax.jit(
+_unoptimized: Any = jax.jit(
     update_and_attend,
     static_argnames=STATIC,
     compiler_options={"xla_backend_optimization_level": 0},
@@ -38,8 +38,10 @@ ROWS = [(1, 20), (7, 40), (0, 0), (20, 20)]  # queries, cached tokens with them
 
 
 def step(dtype: str = "float32", num_shared: int = 0) -> tuple[Any, ...]:
-    """Arguments: rows whose new cells hold NaN (or 99); of row 1 the first `num_shared` tokens are
-    not to be stored, and in their pages already."""
+    """Return the operator's arguments: rows whose new slots hold other numbers.
+
+    The first `num_shared` tokens of row 1 are not to be stored: they are in their pages already.
+    """
     rng = np.random.default_rng(0)
     q_len, kv_len = np.array(ROWS, np.int32).T
     q_start = np.concatenate([[0], np.cumsum(q_len)]).astype(np.int32)
@@ -76,7 +78,7 @@ def in_parts(arguments, rotary, variant) -> Any:
     return paged_attention(q, rows, pages, variant, backend="reference"), pages
 
 
-WAYS = [
+FORMS = [
     ("xla", "float32", {}),
     ("xla", "int8", {"window": 9}),
     ("xla", "float32", {"batch_invariant": True}),
@@ -87,26 +89,26 @@ WAYS = [
 
 @pytest.mark.matrix(by="backend")
 @pytest.mark.parametrize("num_shared", [0, 5])
-@pytest.mark.parametrize(("backend", "dtype", "options"), WAYS)
+@pytest.mark.parametrize(("backend", "dtype", "options"), FORMS)
 def test_every_form_equals_its_parts(backend, dtype, options, num_shared):
     *arguments, rotary = step(dtype, num_shared)
     with mock.patch.dict(update.UPDATE_BACKENDS, EMULATED):
         of_score = {name: x for name, x in options.items() if name != "batch_invariant"}
         others = {name: x for name, x in options.items() if name not in of_score}
         variant = AttentionVariant(0.25, **of_score)
-        out, pages = _in_haste(*arguments, variant, rotary=rotary, backend=backend, **others)
+        out, pages = _unoptimized(*arguments, variant, rotary=rotary, backend=backend, **others)
     expected, stored = in_parts(arguments, rotary, variant)
     assert np.linalg.norm(out - expected) <= 1e-5 * np.linalg.norm(expected)
     kv_len, table = map(np.asarray, arguments[2][1:3])
     for got, want in zip(jax.tree.leaves(pages), jax.tree.leaves(stored), strict=True):
-        for r, length in enumerate(kv_len):  # cells behind a row's end may hold anything
+        for r, length in enumerate(kv_len):  # slots past a row's end may hold anything
             for p in range(length):
                 at = (table[r, p // B], slice(None), p % B)
                 np.testing.assert_allclose(got[at], want[at], rtol=1e-6, atol=1e-6)
 
 
 def test_declined_update_kernel_is_replaced_by_two_steps():
-    """Where the updating kernel declines, as for quantized pages, both parts are called."""
+    """Where the updating kernel declines, as for quantized pages, the backend takes both steps."""
     *arguments, rotary = step("int8")
     variant = AttentionVariant(0.25)
     declines = mock.Mock(side_effect=NotImplementedError("quantized"))
@@ -118,7 +120,7 @@ def test_declined_update_kernel_is_replaced_by_two_steps():
 
 
 def test_forced_backend_that_cannot_write_is_an_error():
-    """No other backend stores the tokens in its stead, whatever the platform prefers."""
+    """No other backend stores the tokens instead, whatever the platform prefers."""
     *arguments, rotary = step()
     declines = mock.Mock(side_effect=NotImplementedError("no store"))
     variant = AttentionVariant(0.25)

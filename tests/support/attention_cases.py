@@ -1,7 +1,7 @@
-"""Cases of paged attention: ragged rows over scattered, poisoned pages, and their true answer.
+"""Cases of paged attention: ragged rows over scattered, poisoned pages, and the reference results.
 
-Whatever no row may read is NaN: pages that nobody owns, cells past a row's length, the pages that
-table entries past a row's end point to, and the queries behind the last row.
+Whatever no row may read is NaN: pages without an owner, slots past a row's length, the pages that
+table entries past a row's end point to, and the queries after the last row.
 """
 
 from __future__ import annotations
@@ -32,11 +32,15 @@ from jaxinfer.kernels.paged_attention import (
 from jaxinfer.kernels.triton_launch import interpret
 from tests.support.triton_bench import needs_triton
 
-TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}  # on ||out - ref|| / ||ref||
+TOLERANCE = {
+    "float32": 1e-5,
+    "bfloat16": 1e-2,
+    "float16": 2e-3,
+}  # bounds on ||out - ref|| / ||ref||
 STATIC = ("return_lse", "batch_invariant", "backend")
 
-# Tests run the TPU's kernel in its emulator, where memory that nobody wrote is NaN, and the GPU's
-# by Triton's interpreter.
+# Tests run the TPU kernel in its emulator, where unwritten memory is NaN, and the GPU kernel by
+# Triton's interpreter.
 EMULATED = {
     "tpu": partial(tpu.paged_attention, interpret=pltpu.InterpretParams()),
     "gpu": unfolding(partial(gpu.paged_attention, launch=interpret)),
@@ -51,12 +55,13 @@ EVERY_BACKEND = [
 
 
 def program_of(backend: str | None) -> Any:
-    """The jitted front door. An emulator's code is compiled in haste: it runs a few times."""
-    return _in_haste if backend in EMULATED else _attend
+    """Return the jitted operator; an emulator's code is compiled unoptimized, since it runs a few
+    times."""
+    return _unoptimized if backend in EMULATED else _attend
 
 
 _attend = jax.jit(paged_attention, static_argnames=STATIC)
-_in_haste = jax.jit(
+_unoptimized = jax.jit(
     paged_attention,
     static_argnames=STATIC,
     compiler_options={"xla_backend_optimization_level": 0},
@@ -81,7 +86,7 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Arguments of the front door, as NumPy arrays."""
+    """Arguments of the operator, as NumPy arrays."""
 
     q: np.ndarray
     k_pages: np.ndarray
@@ -107,7 +112,7 @@ VARIANT = [field.name for field in dataclasses.fields(AttentionVariant)]
 
 
 def variant_of(options: dict[str, Any]) -> AttentionVariant:
-    """The variant among a call's options, its arrays on the device; takes it out of `options`."""
+    """Take the variant out of a call's options, with its arrays on the device."""
     return AttentionVariant(
         **{name: _array(options.pop(name)) for name in VARIANT if name in options}
     )
@@ -116,21 +121,21 @@ def variant_of(options: dict[str, Any]) -> AttentionVariant:
 def make_case(
     rows: Sequence[tuple[int, int]], shape: Shape | None = None, *, seed: int = 0, shared: int = 0
 ) -> Case:
-    """A case of rows (queries, cached tokens with them); empty rows fill up to R.
+    """Return a case of rows (queries, cached tokens with them); empty rows fill up to R.
 
-    The rows' pages are dealt out at random; of their first `shared` pages, all use the same.
+    The rows' pages are allotted at random; their first `shared` pages are the same for all.
     """
     shape = shape or Shape()
     rng = np.random.default_rng(seed)
     T, R, B, W = shape.num_tokens, shape.num_rows, shape.page_size, shape.table_width
     q = rng.normal(size=(T, shape.num_heads, shape.head_dim))
-    cells = (shape.num_pages, shape.num_kv_heads, B, shape.head_dim)
-    k_pages, v_pages = (np.full(cells, np.nan) for _ in range(2))
+    slots = (shape.num_pages, shape.num_kv_heads, B, shape.head_dim)
+    k_pages, v_pages = (np.full(slots, np.nan) for _ in range(2))
 
     free = rng.permutation(shape.num_pages).tolist()
-    nobodys = free.pop()  # stays NaN
+    unowned = free.pop()  # stays NaN
     heads = [free.pop() for _ in range(shared)]
-    page_table = np.full((R, W), nobodys, np.int32)
+    page_table = np.full((R, W), unowned, np.int32)
     kv_len = np.zeros(R, np.int32)
     for r, (_, length) in enumerate(rows):
         kv_len[r] = length
@@ -155,7 +160,7 @@ def make_case(
 def _stored(
     pages: np.ndarray, dtype: str, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Pages in the cache's type and their scales; what was NaN has the scale NaN, or is NaN."""
+    """Return pages in the cache's type and their scales; what was NaN has scale NaN, or is NaN."""
     if dtype not in QUANTIZED:
         return np.asarray(pages, dtype=jnp.dtype(dtype)), None
     scales = np.abs(pages).max(axis=-1) / QUANTIZED[dtype]
@@ -166,7 +171,7 @@ def _stored(
 
 
 def plain_pages(case: Case) -> tuple[np.ndarray, np.ndarray]:
-    """Keys and values in float64, [P, K, B, H]: folded no more, and times their scales."""
+    """Return keys and values in float64, [P, K, B, H]: unfolded, and times their scales."""
 
     def plain(pages, scales):
         H, rows = case.q.shape[2], pages.shape[2]
@@ -195,7 +200,7 @@ def oracle(
     key_limit: np.ndarray | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """The formula of `api.py`, read word for word: one query and one head at a time, float64."""
+    """Compute the formula of `api.py` literally: one query and one head at a time, in float64."""
     k_pages, v_pages = plain_pages(case)
     out, lse = np.zeros(case.q.shape), np.full(case.q.shape[:2], -np.inf)
     N, K = case.q.shape[1], k_pages.shape[1]
@@ -210,9 +215,9 @@ def oracle(
                 lse[t] = -math.inf if sinks is None else sinks
                 continue
             for n in range(N):
-                cell = [(case.page_table[r, s // B], n // (N // K), s % B) for s in seen]
-                k = np.array([k_pages[c] for c in cell])
-                v = np.array([v_pages[c] for c in cell])
+                slot = [(case.page_table[r, s // B], n // (N // K), s % B) for s in seen]
+                k = np.array([k_pages[c] for c in slot])
+                v = np.array([v_pages[c] for c in slot])
                 z = scale * (k @ case.q[t, n].astype(np.float64))
                 if soft_cap is not None:
                     z = soft_cap * np.tanh(z / soft_cap)
@@ -229,7 +234,7 @@ def oracle(
 
 
 def run(case: Case, backend: str | None, **variant: Any) -> Any:
-    """The front door's answer, compiled: out, and lse behind it where that is asked for."""
+    """Run the operator, compiled: out, and with `return_lse` (out, lse)."""
     q, rows, pages = case.arrays()
     rows = rows._replace(key_limit=_array(variant.pop("key_limit", None)))
     of_score = variant_of(variant)
@@ -243,7 +248,7 @@ def _array(value: Any) -> Any:
 
 
 def assert_close(out: np.ndarray, ref: np.ndarray, tolerance: float) -> None:
-    """By the norm over all, and token by token so that a small one cannot hide."""
+    """Compare by the norm over all, and token by token, so that a small one cannot hide."""
     out = out.astype(np.float64)
     assert np.isfinite(out).all()
     error = np.linalg.norm(out - ref) / max(np.linalg.norm(ref), 1e-30)
@@ -255,7 +260,7 @@ def assert_close(out: np.ndarray, ref: np.ndarray, tolerance: float) -> None:
 
 
 def check(case: Case, backend: str | None, tolerance: float | None = None, **variant: Any) -> None:
-    """The backend agrees with the oracle, and tokens of no row get zeros."""
+    """Check that the backend agrees with the oracle, and tokens of no row get zeros."""
     variant.setdefault("scale", case.q.shape[2] ** -0.5)
     out, lse = run(case, backend, return_lse=True, **variant)
     assert out.dtype == case.q.dtype and out.shape == case.q.shape

@@ -1,4 +1,4 @@
-"""The GPU's division of paged attention's work, alone; import after the check that Triton is there.
+"""The GPU's division of paged attention's work; import after the check that Triton is installed.
 
 As many programs as `active` share `total` blocks.
 """

@@ -1,4 +1,4 @@
-"""Cases of flash attention, and their true answer.
+"""Cases of flash attention, and the reference results.
 
 Keys and values past `kv_len` are NaN.
 """
@@ -27,11 +27,15 @@ from jaxinfer.kernels.flash_attention import (
 )
 from jaxinfer.kernels.triton_launch import interpret
 
-TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}  # on ||out - ref|| / ||ref||
+TOLERANCE = {
+    "float32": 1e-5,
+    "bfloat16": 1e-2,
+    "float16": 2e-3,
+}  # bounds on ||out - ref|| / ||ref||
 STATIC = ("score_mod", "return_lse", "backend")
 
-# Emulators, in tiles small enough that a small case has several. The TPU's fills memory that
-# nobody wrote with NaN.
+# Emulators, in tiles small enough that a small case has several. The TPU emulator fills unwritten
+# memory with NaN.
 EMULATED = {
     "tpu": partial(
         tpu.flash_attention, interpret=pltpu.InterpretParams(), tiling=tpu.TpuFlashTiling(16, 128)
@@ -44,7 +48,7 @@ EMULATED = {
 }
 SMALL = {**EMULATED, "xla": partial(xla.flash_attention, tile=(16, 16))}
 
-# In haste: a program runs a few times. An offset that is an int is known while tracing.
+# Unoptimized: a program runs a few times. An offset that is an int is known while tracing.
 program: Any = jax.jit(
     flash_attention,
     static_argnames=STATIC,
@@ -53,7 +57,7 @@ program: Any = jax.jit(
 
 
 def grouped(options: dict[str, Any]) -> tuple[AttentionVariant, AttentionMask, dict[str, Any]]:
-    """The options of a call in their groups, and the others; arrays on the device."""
+    """Return the options of a call in their groups, and the others, with arrays on the device."""
     options = {name: _array(value) for name, value in options.items()}
     take = lambda group: group(
         **{f.name: options.pop(f.name) for f in dataclasses.fields(group) if f.name in options}
@@ -95,7 +99,7 @@ def make_case(shape: Shape | None = None, kv_len: Any = None, *, seed: int = 0) 
 
 
 def oracle(case: Case, **variant: Any) -> tuple[np.ndarray, np.ndarray]:
-    """(out, lse) in float64, by whole matrices [R, N, T, S] in NumPy."""
+    """Return (out, lse) in float64, by whole matrices [R, N, T, S] in NumPy."""
     R, T, N, _ = case.q.shape
     S, K = case.k.shape[1:3]
     q, k, v = (np.asarray(x, np.float64) for x in (case.q, case.k, case.v))
@@ -156,7 +160,7 @@ def _scores(variant: dict[str, Any], z: np.ndarray, at: tuple[np.ndarray, ...]) 
 
 
 def run(case: Case, backend: str | None, **variant: Any) -> tuple[np.ndarray, np.ndarray]:
-    """The front door's (out, lse), compiled."""
+    """Run the operator, compiled: (out, lse)."""
     score, mask, others = grouped({"kv_len": case.kv_len, **variant})
     arrays = (jnp.asarray(x) for x in (case.q, case.k, case.v))
     with mock.patch.dict(BACKENDS, SMALL):
@@ -169,7 +173,7 @@ def _array(value: Any) -> Any:
 
 
 def assert_close(out: np.ndarray, ref: np.ndarray, tolerance: float) -> None:
-    """By the norm over all, and query by query so that a small one cannot hide."""
+    """Compare by the norm over all, and query by query, so that a small one cannot hide."""
     out = out.astype(np.float64)
     assert np.isfinite(out).all()
     error = np.linalg.norm(out - ref) / max(np.linalg.norm(ref), 1e-30)
@@ -181,7 +185,7 @@ def assert_close(out: np.ndarray, ref: np.ndarray, tolerance: float) -> None:
 
 
 def check(case: Case, backend: str | None, tolerance: float | None = None, **variant: Any) -> None:
-    """The backend agrees with the oracle, in its result and in its lse."""
+    """Check that the backend agrees with the oracle, in its result and in its lse."""
     variant.setdefault("scale", case.q.shape[3] ** -0.5)
     out, lse = run(case, backend, **variant)
     assert out.dtype == case.q.dtype and out.shape == case.q.shape
@@ -194,5 +198,5 @@ def check(case: Case, backend: str | None, tolerance: float | None = None, **var
 
 
 def name_of(value: Any) -> str:
-    """A test's name, the same in every process: without the addresses of functions."""
+    """Return a test's name that is the same in every process: without addresses of functions."""
     return re.sub(r" at 0x[0-9a-f]+", "", str(value))

@@ -1,4 +1,4 @@
-"""What the tests of gated and grouped products share: judging results, Triton's interpreter."""
+"""What the tests of gated and grouped products share: comparison, Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from jax.experimental.pallas import tpu as pltpu
 
 from tests.support.triton_bench import needs_triton
 
-TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}  # on ||out - ref|| / ||ref||
+TOLERANCE = {
+    "float32": 1e-5,
+    "bfloat16": 1e-2,
+    "float16": 2e-3,
+}  # bounds on ||out - ref|| / ||ref||
 EMULATOR = pltpu.InterpretParams()
 IN_HASTE = {"xla_backend_optimization_level": 0}  # an emulator's code runs a few times
 
@@ -26,7 +30,7 @@ QUANTIZED: dict[str, dict[str, Any]] = {
 
 
 def each_backend(backends: Any) -> pytest.MarkDecorator:
-    """A test for every backend; that of Triton's interpreter where it is installed."""
+    """Parametrize over every backend; Triton's interpreter is used where it is installed."""
     marks = {"gpu": needs_triton}
     return pytest.mark.parametrize(
         "backend", [pytest.param(name, marks=marks.get(name, ())) for name in backends]
@@ -34,14 +38,14 @@ def each_backend(backends: Any) -> pytest.MarkDecorator:
 
 
 def programs(function: Any, *static: str) -> tuple[Any, Any]:
-    """The front door compiled well, and in haste."""
+    """Return the operator compiled with and without optimization."""
     well = jax.jit(function, static_argnames=(*static, "backend"))
     hastily = jax.jit(function, static_argnames=(*static, "backend"), compiler_options=IN_HASTE)
     return well, hastily
 
 
 def assert_close(out: np.ndarray, ref: np.ndarray, tolerance: float) -> None:
-    """By the norm over all, and row by row so that a wrong one cannot hide."""
+    """Compare by the norm over all, and row by row, so that a wrong one cannot hide."""
     out = out.astype(np.float64)
     assert out.shape == ref.shape and np.isfinite(out).all()
     assert np.linalg.norm(out - ref) <= tolerance * np.linalg.norm(ref)

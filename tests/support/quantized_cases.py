@@ -1,4 +1,4 @@
-"""Cases of the product with quantized weights, and their true answer in float64."""
+"""Cases of the product with quantized weights, and the reference results in float64."""
 
 from __future__ import annotations
 
@@ -26,10 +26,14 @@ from jaxinfer.kernels.quantized_matmul import gpu as gpu_backend
 from jaxinfer.kernels.quantized_matmul import tpu as tpu_backend
 from jaxinfer.kernels.triton_launch import interpret
 
-TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}  # on ||out - ref|| / ||ref||
+TOLERANCE = {
+    "float32": 1e-5,
+    "bfloat16": 1e-2,
+    "float16": 2e-3,
+}  # bounds on ||out - ref|| / ||ref||
 STATIC = ("activation_dtype", "out_dtype", "backend")
 
-# Tests run the kernels in emulators, where memory that nobody wrote is NaN.
+# Tests run the kernels in emulators, where unwritten memory is NaN.
 EMULATED = {
     "tpu": partial(tpu_backend.quantized_matmul, interpret=pltpu.InterpretParams()),
     "gpu": partial(gpu_backend.quantized_matmul, launch=interpret),
@@ -50,7 +54,7 @@ WEIGHTS: dict[str, dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Arguments of the front door, as NumPy arrays."""
+    """Arguments of the operator, as NumPy arrays."""
 
     x: np.ndarray
     weight: QuantArray
@@ -68,8 +72,8 @@ def make_case(
     scale_dtype: Any = np.float32,
     seed: int = 0,
 ) -> Case:
-    """Rows and columns of sizes that differ by powers of ten, so that none may take another's
-    scale; an x of 8 bits comes with its own."""
+    """Return a case whose rows and columns differ in size by powers of ten, so that a wrong scale
+    shows; an x of 8 bits comes with its own."""
     rng = np.random.default_rng(seed)
     w = rng.normal(size=(D, F)) * 4.0 ** rng.integers(-1, 2, F)
     w *= np.repeat(4.0 ** rng.integers(-1, 2, D // (group_size or D)), group_size or D)[:, None]
@@ -85,7 +89,7 @@ def make_case(
 
 
 def true_weight(weight: QuantArray) -> np.ndarray:
-    """The formula of `quant_array.py` by indices, float64 [D, F]."""
+    """Compute the formula of `quant_array.py` by indices, float64 [D, F]."""
     d = np.arange(weight.num_rows)
     values = np.asarray(weight.values)
     if weight.bits == 4:
@@ -112,12 +116,13 @@ def _true_x(case: Case) -> np.ndarray:
 
 
 def program_of(backend: str | None) -> Any:
-    """The jitted front door. An emulator's code is compiled in haste: it runs a few times."""
-    return _in_haste if backend in EMULATED else _multiply
+    """Return the jitted operator; an emulator's code is compiled unoptimized, since it runs a few
+    times."""
+    return _unoptimized if backend in EMULATED else _multiply
 
 
 _multiply = jax.jit(quantized_matmul, static_argnames=STATIC)
-_in_haste = jax.jit(
+_unoptimized = jax.jit(
     quantized_matmul,
     static_argnames=STATIC,
     compiler_options={"xla_backend_optimization_level": 0},
@@ -126,14 +131,14 @@ _in_haste = jax.jit(
 
 @contextlib.contextmanager
 def emulators() -> Iterator[None]:
-    """While it lasts, the front doors' kernels run in their emulators."""
+    """Run the kernels in their emulators within this context."""
     activations = mock.patch.dict(ACTIVATION_BACKENDS, EMULATED_ACTIVATIONS)
     with mock.patch.dict(BACKENDS, EMULATED), activations:
         yield
 
 
 def run(case: Case, backend: str | None, **options: Any) -> np.ndarray:
-    """The front door's answer, compiled."""
+    """Run the operator, compiled."""
     x, weight, x_scale = jax.tree.map(jnp.asarray, (case.x, case.weight, case.x_scale))
     with emulators():
         return np.asarray(
@@ -142,8 +147,8 @@ def run(case: Case, backend: str | None, **options: Any) -> np.ndarray:
 
 
 def assert_close(out: np.ndarray, case: Case, tolerance: float) -> None:
-    """By the norm of all; and row by row and column by column, so that a small one cannot hide,
-    against the terms of the sums, which may cancel."""
+    """Compare by the norm of all, and row by row and column by column, so that a small one cannot
+    hide, relative to the terms of the sums, which may cancel."""
     out = out.astype(np.float64)
     ref, terms = oracle(case), abs(_true_x(case)) @ abs(true_weight(case.weight))
     assert np.isfinite(out).all()
@@ -154,7 +159,7 @@ def assert_close(out: np.ndarray, case: Case, tolerance: float) -> None:
 
 
 def check(case: Case, backend: str | None, **options: Any) -> None:
-    """The backend agrees with the oracle."""
+    """Check that the backend agrees with the oracle."""
     out = run(case, backend, **options)
     dtype = options.get("out_dtype") or ("float32" if case.x_scale is not None else case.x.dtype)
     assert out.dtype == dtype and out.shape == (case.x.shape[0], case.weight.num_columns)

@@ -1,4 +1,5 @@
-"""Triton kernels for the tests of the launchers; import after the check that Triton is there."""
+"""Triton kernels for the tests of the launchers; import after the check that Triton is
+installed."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import triton.language as tl
 
 @triton.jit
 def scaled_sum(x_ptr, n, times, scale, y_ptr, BLOCK: tl.constexpr):
-    """y = scale * (x + x + ...), `times` terms."""
+    """Compute y = scale * (x + x + ...), `times` terms."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + at, mask=at < n, other=0.0).to(tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
@@ -19,13 +20,13 @@ def scaled_sum(x_ptr, n, times, scale, y_ptr, BLOCK: tl.constexpr):
 
 @triton.jit
 def add_into(x_ptr, base_ptr, out_ptr, BLOCK: tl.constexpr):
-    """out = base + x, where both are the same memory."""
+    """Compute out = base + x, where both are the same memory."""
     at = tl.arange(0, BLOCK)
     tl.store(out_ptr + at, tl.load(base_ptr + at) + tl.load(x_ptr + at))
 
 
 @triton.jit
 def product(x_ptr, y_ptr, out_ptr, N: tl.constexpr):
-    """out = x @ y, all [N, N], summed in float32."""
+    """Compute out = x @ y, all [N, N], summed in float32."""
     at = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
     tl.store(out_ptr + at, tl.dot(tl.load(x_ptr + at), tl.load(y_ptr + at)))
