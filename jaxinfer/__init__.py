@@ -13,7 +13,9 @@ The letters of every shape in this code base:
 from jaxinfer.config import CacheConfig, EngineConfig, SchedulerConfig, load_config
 from jaxinfer.embedding.embedder import Embedder
 from jaxinfer.engine.admission import InvalidRequestError
-from jaxinfer.engine.engine import Engine, Update
+from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.outputs import Update
+from jaxinfer.engine.protocol import EngineLike
 from jaxinfer.engine.request import FinishReason, TokenLogprobs
 from jaxinfer.llm import LLM, Completion, Output
 from jaxinfer.loading.checkpoint import CheckpointError
@@ -31,6 +33,7 @@ __all__ = [
     "Embedder",
     "Engine",
     "EngineConfig",
+    "EngineLike",
     "FinishReason",
     "InvalidRequestError",
     "Output",

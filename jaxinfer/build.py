@@ -13,7 +13,7 @@ from tqdm import tqdm
 from jaxinfer.config import EngineConfig
 from jaxinfer.embedding.embedder import Embedder
 from jaxinfer.embedding.text_batches import check_encoder_config
-from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.protocol import EngineLike
 from jaxinfer.execution import compilation_cache
 from jaxinfer.execution.numerics import keeps_packed, numerics_for
 from jaxinfer.loading import Checkpoint, open_checkpoint
@@ -28,7 +28,7 @@ from jaxinfer.models.encoder import EncoderConfig
 from jaxinfer.models.functional import FunctionalModel, Weights
 from jaxinfer.options import ConfigError
 from jaxinfer.parallel.hosts.peers import ALONE, Peers
-from jaxinfer.parallel.replicas import Replicas, engine_over, replicas_of
+from jaxinfer.parallel.replicas import engine_over
 from jaxinfer.parallel.sharded_model import ShardedModel, sharded_replicas
 from jaxinfer.sharding.mesh import format_mesh
 from jaxinfer.text.tokenizer import Tokenizer
@@ -37,33 +37,33 @@ NO_GENERATION = "this model is an encoder, which embeds texts and does not gener
 NO_EMBEDDING = "this model generates and embeds nothing; load an encoder (BERT, RoBERTa, BGE, E5)"
 
 
-def need_engine(loaded: Engine | Replicas | Embedder) -> Engine | Replicas:
+def need_engine(loaded: EngineLike) -> EngineLike:
     """For `on_loaded`: `CheckpointError` for an encoder, before its programs are compiled."""
-    if isinstance(loaded, Embedder):
+    if not loaded.can_generate:
         raise CheckpointError(f"{loaded.name}: {NO_GENERATION}")
     return loaded
 
 
-def about_weights(loaded: Engine | Replicas | Embedder) -> str:
+def about_weights(loaded: EngineLike) -> str:
     """For a plan: how many parameters, their bytes, and how many of them are quantized."""
     return summarize_weights(loaded.model, loaded.weights)
 
 
-def about_mesh(loaded: Engine | Replicas) -> str:
+def about_mesh(loaded: EngineLike) -> str:
     """For a plan: the devices and what each holds of the weights; empty for one device."""
     mesh = loaded.config.mesh
     if mesh.num_devices == 1:
         return ""
-    num_bytes = replicas_of(loaded)[0].runner.memory.weight_bytes
+    num_bytes = loaded.replicas[0].runner.memory.weight_bytes
     return (
         f"{format_mesh(mesh.sizes)}: {mesh.num_devices} {jax.devices()[0].platform} devices, each "
         f"with {num_bytes / 1e6:,.1f} MB of weights"
     )
 
 
-def about_cache(loaded: Engine | Replicas) -> str:
+def about_cache(loaded: EngineLike) -> str:
     """For a plan: pages, tokens and bytes, where they lie, and what their number comes from."""
-    replicas = replicas_of(loaded)
+    replicas = loaded.replicas
     memory = replicas[0].runner.memory
     where = " on each device" if loaded.config.mesh.num_devices > 1 else ""
     where += f", in each of {len(replicas)} replicas" if len(replicas) > 1 else ""
@@ -73,7 +73,7 @@ def about_cache(loaded: Engine | Replicas) -> str:
     )
 
 
-def need_embedder(loaded: Engine | Replicas | Embedder) -> Embedder:
+def need_embedder(loaded: EngineLike) -> Embedder:
     """For `on_loaded`: `CheckpointError` for a model that is no encoder."""
     if not isinstance(loaded, Embedder):
         raise CheckpointError(f"{loaded.name}: {NO_EMBEDDING}")
@@ -85,9 +85,9 @@ def load_model(
     config: EngineConfig | None = None,
     *,
     show_progress: bool = True,
-    on_loaded: Callable[[Engine | Replicas | Embedder], None] = lambda engine: None,
+    on_loaded: Callable[[EngineLike], None] = lambda engine: None,
     peers: Peers = ALONE,
-) -> tuple[Engine | Replicas | Embedder, GenerationDefaults]:
+) -> tuple[EngineLike, GenerationDefaults]:
     """Open a checkpoint, load it, compile its programs: an engine ready to serve, or an embedder
     where the model is an encoder.
 
@@ -173,7 +173,7 @@ def _engine(
     weights: Weights,
     config: EngineConfig,
     tokenizer: Tokenizer | None,
-) -> Engine | Replicas | Embedder:
+) -> EngineLike:
     model = models[0]
     if isinstance(model, FunctionalModel):
         options = sentence_options(checkpoint)

@@ -24,10 +24,9 @@ from jaxinfer.config import EngineConfig
 from jaxinfer.embedding.embedder import Embedder
 from jaxinfer.embedding.sentences import Text, check_dimensions, encode_texts, finalize_vectors
 from jaxinfer.engine.admission import InvalidRequestError
-from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.protocol import EngineLike
 from jaxinfer.engine.request import FinishReason, Request, TokenLogprobs
 from jaxinfer.parallel.hosts.peers import ALONE, Peers
-from jaxinfer.parallel.replicas import Replicas
 from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.text.tokenizer import Tokenizer
 
@@ -82,8 +81,8 @@ class LLM:
         self._texts: dict[str, str] = {}
 
     @property
-    def engine(self) -> Engine | Replicas:
-        if isinstance(self._model, Embedder):
+    def engine(self) -> EngineLike:
+        if not self._model.can_generate:
             raise InvalidRequestError(NO_GENERATION)
         return self._model
 
@@ -258,11 +257,11 @@ def _output(prompt: Prompt, group: Sequence[Request], texts: Mapping[str, str]) 
                 request.output_token_ids,
                 texts[request.id],
                 request.finish_reason,
-                request.logprobs if wants_logprobs else None,
+                request.logprobs.output if wants_logprobs else None,
             )
         )
     prompt_logprobs = None
     if first.params.prompt_logprobs is not None:
-        prompt_logprobs = [first.prompt_logprobs.get(i) for i in range(first.prompt_len)]
+        prompt_logprobs = [first.logprobs.prompt.get(i) for i in range(first.prompt_len)]
     text = prompt if isinstance(prompt, str) else None
     return Output(text, first.prompt_token_ids, completions, prompt_logprobs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
-from jaxinfer import Embedder, Engine, Replicas
+from jaxinfer import EngineLike
 from jaxinfer.serving.config import LimitsConfig
 from jaxinfer.serving.errors import ErrorKind, ServiceError
 
@@ -16,8 +16,8 @@ class AdmissionQuota:
     For the event loop's thread.
     """
 
-    def __init__(self, engine: Engine | Replicas | Embedder, limits: LimitsConfig):
-        is_encoder = isinstance(engine, Embedder)
+    def __init__(self, engine: EngineLike, limits: LimitsConfig):
+        is_encoder = not engine.can_generate
         self._limit = "max_waiting_texts" if is_encoder else "max_waiting"
         self._unit, self._field = ("texts", "input") if is_encoder else ("samples", "n")
         has_replicas = engine.config.mesh.data > 1

@@ -33,8 +33,8 @@ from typing import NamedTuple
 
 from absl import logging
 
-from jaxinfer import Embedder, Engine, InvalidRequestError, Replicas
-from jaxinfer.engine.engine import Update
+from jaxinfer import EngineLike, InvalidRequestError
+from jaxinfer.engine.outputs import Update
 from jaxinfer.engine.request import Request, TokenLogprobs
 from jaxinfer.engine.stats import EngineStats
 from jaxinfer.parallel.hosts import HostsError
@@ -62,7 +62,7 @@ class EngineLoop:
 
     def __init__(
         self,
-        engine: Engine | Replicas | Embedder,
+        engine: EngineLike,
         limits: LimitsConfig | None = None,
         *,
         observers: tuple[Observer, ...] = (),
@@ -265,12 +265,12 @@ class EngineLoop:
         if timing.first_token_s is None:
             timing.first_token_s = now - stream.submitted_at
             self._num_waiting_tokens -= len(stream.prompt_token_ids)
-            usage.cached_tokens = request.num_cached
+            usage.cached_tokens = request.prefix.hit_len or 0
             if request.started_at is not None:
                 timing.queue_s = request.started_at - stream.submitted_at
             if request.params.prompt_logprobs is not None:
                 positions = range(request.prompt_len)
-                stream.prompt_logprobs = [request.prompt_logprobs.get(i) for i in positions]
+                stream.prompt_logprobs = [request.logprobs.prompt.get(i) for i in positions]
         usage.output_tokens += len(delta.token_ids)
         stream.push(delta)
         self._observers.delta(stream, delta)
@@ -371,7 +371,7 @@ class EngineLoop:
         stream, index = self._running[request.id]
         logprobs: list[TokenLogprobs] = []
         if request.params.logprobs is not None and update.token_ids:
-            logprobs = request.logprobs[-len(update.token_ids) :]
+            logprobs = request.logprobs.output[-len(update.token_ids) :]
         if update.finish_reason is not None:
             del self._running[request.id]
             if not any(s.id in self._running for s in self._samples[stream]):

@@ -40,7 +40,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.process_collector import ProcessCollector
 
-from jaxinfer import FinishReason, Replicas
+from jaxinfer import EngineLike, FinishReason
 from jaxinfer.engine.stats import EngineStats
 from jaxinfer.serving.errors import ErrorKind
 from jaxinfer.serving.generation import Delta
@@ -149,7 +149,7 @@ class Metrics:
         if self._loop is not None:
             yield from _engine_gauges(self._loop.stats)
             yield from _engine_counters(self._loop.stats)
-            if isinstance(self._loop.engine, Replicas):
+            if len(self._loop.engine.replicas) > 1:
                 yield from _replica_gauges(self._loop.engine)
             num_streams = self._loop.num_streams
             yield _gauge("requests_in_flight", "Requests accepted and not ended", num_streams)
@@ -263,9 +263,9 @@ def _engine_gauges(stats: EngineStats) -> Iterator[Metric]:
     yield _gauge_by("state", "pages", "Pages of the KV cache", pages)
 
 
-def _replica_gauges(engine: Replicas) -> Iterator[Metric]:
+def _replica_gauges(engine: EngineLike) -> Iterator[Metric]:
     """Counts of each replica, read while the engine's thread runs."""
-    by_number = {str(number): replica for number, replica in enumerate(engine.engines)}
+    by_number = {str(number): replica for number, replica in enumerate(engine.replicas)}
     requests = {number: replica.num_requests for number, replica in by_number.items()}
     pages = {number: replica.pool.num_owned for number, replica in by_number.items()}
     yield _gauge_by("replica", "replica_requests", "Samples of a replica", requests)

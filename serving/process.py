@@ -33,7 +33,7 @@ from typing import Any, NoReturn, TypeVar
 
 from absl import logging
 
-from jaxinfer import ConfigError, Embedder, Engine, EngineConfig, Replicas
+from jaxinfer import ConfigError, EngineConfig, EngineLike
 from jaxinfer.build import about_cache, about_mesh, about_weights, load_model
 from jaxinfer.execution.host_tuning import calm_collector, compute_behind_serving
 from jaxinfer.loading.checkpoint import GenerationDefaults
@@ -129,7 +129,7 @@ class _Server:
         if config.grpc_port is not None:  # gRPC binds its port itself, once it can answer
             check_port(config.host, config.grpc_port, "serving.grpc_port")
 
-    def _load(self) -> tuple[Engine | Replicas | Embedder, GenerationDefaults]:
+    def _load(self) -> tuple[EngineLike, GenerationDefaults]:
         return load_model(
             self._model,
             self._engine_config,
@@ -138,9 +138,7 @@ class _Server:
             peers=self._peers,
         )
 
-    async def _open(
-        self, engine: Engine | Replicas | Embedder, generation: GenerationDefaults
-    ) -> None:
+    async def _open(self, engine: EngineLike, generation: GenerationDefaults) -> None:
         """Start the loop and the servers around a warm engine."""
         config = self._config
         write_request_log(sys.stderr)
@@ -168,7 +166,7 @@ class _Server:
             app = build_app(service, config, self._keys, self._health, self._metrics)
             self._startup.app = app
         self._health.set(State.SERVING)
-        has_page = config.page and not isinstance(engine, Embedder)
+        has_page = config.page and engine.can_generate
         self._announce(service.model.name, has_page=has_page)
 
     def _announce(self, model_name: str, *, has_page: bool) -> None:
@@ -341,14 +339,13 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
-def _describe_engine(engine: Engine | Replicas | Embedder) -> str:
+def _describe_engine(engine: EngineLike) -> str:
     model = engine.model
     about = f"{engine.name}: {about_weights(engine)}; computed as {model.numerics.dtype.name}"
-    if isinstance(engine, Embedder):
+    if not engine.can_generate:
         return (
-            f"{about}, vectors of {engine.dim} numbers, texts of up to {engine.max_model_len} "
-            f"tokens, "
-            f"{engine.num_programs} programs; compiling"
+            f"{about}, vectors of {engine.embedding_dim} numbers, texts of up to "
+            f"{engine.max_model_len} tokens, {engine.num_programs} programs; compiling"
         )
     most = f"up to {engine.config.max_running} requests at once"
     parts = [about, about_mesh(engine), about_cache(engine), most, "compiling"]

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxinfer import Embedder, Engine, InvalidRequestError, Replicas, SamplingParams
+from jaxinfer import Embedder, EngineLike, InvalidRequestError, SamplingParams
 from jaxinfer.build import NO_EMBEDDING, NO_GENERATION
 from jaxinfer.embedding.embedder import EMBEDDING_PARAMS
 from jaxinfer.embedding.sentences import (
@@ -63,7 +63,7 @@ class Service:
 
     def __init__(
         self,
-        engine: Engine | Replicas | Embedder,
+        engine: EngineLike,
         loop: EngineLoop,
         *,
         generation: GenerationDefaults | None = None,
@@ -276,7 +276,7 @@ def _input_request(request: EmbeddingRequest, index: int) -> GenerationRequest:
     )
 
 
-def _model_info(engine: Engine | Replicas | Embedder, name: str | None) -> ModelInfo:
+def _model_info(engine: EngineLike, name: str | None) -> ModelInfo:
     config = engine.model.config
     return ModelInfo(
         name=name or engine.name or "model",
@@ -286,5 +286,5 @@ def _model_info(engine: Engine | Replicas | Embedder, name: str | None) -> Model
         dtype=str(engine.model.numerics.dtype),
         has_chat_template=engine.tokenizer is not None and engine.tokenizer.has_chat_template,
         created=int(time.time()),
-        embedding_dim=engine.dim if isinstance(engine, Embedder) else 0,
+        embedding_dim=engine.embedding_dim,
     )

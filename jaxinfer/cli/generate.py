@@ -29,9 +29,8 @@ from jaxinfer import (
     LLM,
     CheckpointError,
     Completion,
-    Engine,
+    EngineLike,
     Output,
-    Replicas,
     SamplingParams,
     load_config,
 )
@@ -40,7 +39,6 @@ from jaxinfer.cli import host_flags
 from jaxinfer.cli.host_flags import follow_process_0, process_group
 from jaxinfer.cli.json_strings import read_json_strings
 from jaxinfer.parallel.hosts import HostsError, Peers
-from jaxinfer.parallel.replicas import replicas_of
 
 FLAGS = flags.FLAGS
 flags.adopt_module_key_flags(host_flags)  # --help shows them
@@ -145,7 +143,7 @@ def check_and_print_plan(loaded: Any) -> None:
     print_plan(engine)
 
 
-def print_plan(engine: Engine | Replicas) -> None:
+def print_plan(engine: EngineLike) -> None:
     """Print what will run, before its programs are compiled."""
     model, config = engine.model, engine.config
     lines = {
@@ -170,7 +168,7 @@ def peak_memory_mib() -> float:
 
 def stream_one(llm: LLM, prompt: str | list[int], params: SamplingParams) -> str:
     """Print an answer as it arrives, then its figures on stderr, and return the answer."""
-    num_before = llm.engine.num_generated
+    num_before = llm.engine.stats.num_generated
     start, first = time.perf_counter(), None
     pieces = []
     for text in llm.stream(prompt, params):
@@ -179,7 +177,7 @@ def stream_one(llm: LLM, prompt: str | list[int], params: SamplingParams) -> str
         print(text, end="", flush=True)
     end = time.perf_counter()
     print(flush=True)
-    num_tokens = llm.engine.num_generated - num_before
+    num_tokens = llm.engine.stats.num_generated - num_before
     first = first or end
     rate = (num_tokens - 1) / (end - first) if num_tokens > 1 and end > first else 0.0
     print(
@@ -307,7 +305,7 @@ def run(peers: Peers) -> int:
         return follow_process_0(_MODEL.value, config, peers)
     llm = LLM(_MODEL.value, config, on_loaded=check_and_print_plan, peers=peers)
     params = llm.default_params(**changes)
-    compile_s = sum(replica.runner.compile_seconds for replica in replicas_of(llm.engine))
+    compile_s = sum(replica.runner.compile_seconds for replica in llm.engine.replicas)
     print(
         f"{'programs':>9}  {llm.engine.stats.num_compiled} compiled or read from the cache in "
         f"{compile_s:.1f} s\n",

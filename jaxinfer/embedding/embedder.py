@@ -31,8 +31,8 @@ from jaxinfer.embedding.text_batches import (
     check_encoder_config,
 )
 from jaxinfer.engine.admission import InvalidRequestError
-from jaxinfer.engine.engine import Update
-from jaxinfer.engine.request import FinishReason, Request
+from jaxinfer.engine.outputs import Update
+from jaxinfer.engine.request import FinishReason, Rank, Request
 from jaxinfer.engine.stats import EngineStats, StepStats
 from jaxinfer.execution.compile import compile_program, compile_programs
 from jaxinfer.execution.numerics import check_numerics, check_weights
@@ -64,6 +64,8 @@ class Embedder:
     an encoder cannot honour.
     """
 
+    can_generate = False
+
     def __init__(
         self,
         model: FunctionalModel,
@@ -83,7 +85,7 @@ class Embedder:
         self.tokenizer = tokenizer
         self.name = name
         self.max_model_len = self._max_model_len()
-        self.dim = model.config.model_dim * len(self.options.pooling)
+        self.embedding_dim = model.config.model_dim * len(self.options.pooling)
         self.buckets = buckets_for(config, self.max_model_len)
         self.last_step = StepStats()
         self.num_computed = 0  # tokens run through the model, without padding
@@ -106,6 +108,11 @@ class Embedder:
                 "it or leave it out"
             )
         return requested or min(self.options.max_len or num_positions, num_positions)
+
+    @property
+    def replicas(self) -> tuple[Any, ...]:
+        """An embedder has no replicas."""
+        return ()
 
     @property
     def num_programs(self) -> int:
@@ -207,8 +214,7 @@ class Embedder:
             prompt_token_ids,
             params,
             max_len=len(prompt_token_ids),
-            seed=0,
-            arrival=self._num_added,
+            rank=Rank(arrival=self._num_added),
         )
         self._num_added += 1
         self._requests[request.id] = request
@@ -231,7 +237,7 @@ class Embedder:
         """
         start, wait_s = time.perf_counter(), 0.0
         batch, started, done = self._waiting.take(), None, self._in_flight
-        vectors = np.empty((0, self.dim), np.float32)
+        vectors = np.empty((0, self.embedding_dim), np.float32)
         try:
             if batch is not None:
                 started = self._dispatch(batch)
@@ -266,7 +272,7 @@ class Embedder:
         first invalid one.
         """
         requests: dict[str, int] = {}
-        vectors = np.empty((len(texts), self.dim), np.float32)
+        vectors = np.empty((len(texts), self.embedding_dim), np.float32)
         try:
             for index, token_ids in enumerate(texts):
                 try:

@@ -99,10 +99,10 @@ def truncate_token_ids(
 
 def check_dimensions(embedder: Embedder, dimensions: int | None) -> None:
     """Raise `InvalidRequestError` unless the vectors have at least `dimensions` numbers."""
-    if dimensions is not None and not 1 <= dimensions <= embedder.dim:
+    if dimensions is not None and not 1 <= dimensions <= embedder.embedding_dim:
         raise InvalidRequestError(
-            f"dimensions is {dimensions}; this model's vectors have {embedder.dim}: give 1 to "
-            f"{embedder.dim}, or leave it out",
+            f"dimensions is {dimensions}; this model's vectors have {embedder.embedding_dim}: "
+            f"give 1 to {embedder.embedding_dim}, or leave it out",
             "dimensions",
         )
 

@@ -94,7 +94,7 @@ class WaitingTexts:
 
     def put_back(self, requests: Sequence[Request]) -> None:
         """Requeue, ahead of all others, the requests of a batch that failed."""
-        for request in sorted(requests, key=lambda request: request.arrival, reverse=True):
+        for request in sorted(requests, key=lambda request: request.rank.arrival, reverse=True):
             self._queue_of(request).appendleft(request)
 
     def take(self) -> TextBatch | None:
@@ -107,7 +107,7 @@ class WaitingTexts:
             while queue and queue[0].is_finished:
                 queue.popleft()
             if queue:
-                heads[length] = queue[0].arrival
+                heads[length] = queue[0].rank.arrival
         if not heads:
             return None
         length = min(heads, key=lambda length: heads[length])

@@ -2,31 +2,39 @@
 
     plan    = scheduler.schedule()          # integers: rows, tokens, pages
     output  = runner.dispatch(plan)         # the device starts; returns at once
-    updates = commit(the previous step)     # read its tokens while this one runs
+    updates = process(the previous step)    # read its tokens while this one runs
 
-With `overlap` off the step just dispatched is committed instead. A request that ends by a token is
+Without `overlap` the step just dispatched is processed instead. A request that ends by a token is
 noticed one step late under overlap; the surplus token is dropped. Not thread-safe: one thread owns
 an engine (the serving loop, or the caller of `LLM`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.admission import Admissible, Limits, check_ids, check_priority, context_len
-from jaxinfer.engine.outputs import Reports
+from jaxinfer.engine.outputs import OutputProcessor, Update
 from jaxinfer.engine.pages import PagePool, root_key
 from jaxinfer.engine.policies import POLICIES
-from jaxinfer.engine.request import FinishReason, Request, new_id, sample_ids
+from jaxinfer.engine.recovery import recovering
+from jaxinfer.engine.request import (
+    FinishReason,
+    Rank,
+    Request,
+    SamplingInputs,
+    new_id,
+    sample_ids,
+)
 from jaxinfer.engine.scheduler import Plan, Scheduler
-from jaxinfer.engine.stats import EngineStats, StepStats
+from jaxinfer.engine.stats import EngineStats, StepCounters, StepStats
 from jaxinfer.execution.numerics import check_numerics, check_weights
 from jaxinfer.execution.programs import Admission
 from jaxinfer.execution.runner import Runner
@@ -34,44 +42,35 @@ from jaxinfer.execution.step import StepOutput
 from jaxinfer.loading.splitting import place_weights
 from jaxinfer.models.functional import FunctionalModel, Weights
 from jaxinfer.parallel.forward import forward_for
-from jaxinfer.parallel.hosts import HostsError
 from jaxinfer.parallel.sharded_model import ShardedModel, sharded_for
 from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.sampling.slots import pack
-from jaxinfer.text.detokenizer import TextStream
 from jaxinfer.text.tokenizer import Tokenizer
 
-
-class Update(NamedTuple):
-    """What one step brought to a request."""
-
-    request: Request
-    token_ids: list[int]  # new ones
-    text: str  # new text: whole characters, never part of a stop string
-    finish_reason: FinishReason | None
-    embedding: np.ndarray | None = None  # of an `Embedder`: float32 [D]
+SEED_STRIDE = 0x9E3779B9  # between the samples of a prompt: 2**32 over the golden ratio
 
 
-class _InFlight(NamedTuple):
-    plan: Plan | None  # that the step finishes
-    output: StepOutput
+class _Dispatched(NamedTuple):
+    """A step that the device has received and the host has not processed."""
 
-
-class _Begun(NamedTuple):
     plan: Plan
-    started: _InFlight | None
-    begin_s: float  # that it took the host
+    finished: Plan | None = None  # whose tokens it samples: in a pipeline, an earlier plan
+    output: StepOutput | None = None  # None: the plan had no rows, and nothing was dispatched
+    host_s: float = 0.0  # to plan and dispatch it
 
 
 class Engine:
     """Continuous batching over one model.
 
-    `tokenizer` None: requests are token ids, updates carry no text, and stop strings and bad words
-    are refused. `eos_token_ids` end a request unless it ignores them.
+    Without a tokenizer, requests are token ids, updates have no text, and stop strings and bad
+    words are refused. `eos_token_ids` end a request unless it ignores them.
 
-    `config.mesh` says over which of `jax.devices()`; the weights of a `ShardedModel` lie on its own
-    mesh already.
+    The engine runs on the `jax.devices()` that `config.mesh` names; the weights of a `ShardedModel`
+    are on its own mesh already.
     """
+
+    can_generate = True
+    embedding_dim = 0
 
     def __init__(
         self,
@@ -114,38 +113,37 @@ class Engine:
         )
         pages = self.pool.num_pages, self.pool.page_size
         self.limits = Limits(model.config.vocab_size, self.max_model_len, *pages, tokenizer)
-        self.last_step = StepStats()
-        self.num_generated = 0  # tokens handed out since the start
-        self.num_computed = 0  # tokens that steps have run through the model
-        self.num_steps = 0
-        self._requests: dict[str, Request] = {}
-        self._streams: dict[str, TextStream] = {}
-        self._unreported: list[Update] = []  # ended outside a step
-        self._in_flight: _InFlight | None = None
-        self._begun: _Begun | None = None
+        self.counters = StepCounters()
+        self._outputs = OutputProcessor(self.scheduler, tokenizer, self.counters)
+        self._lag = 1 if config.overlap else 0  # steps that stay on the device between two calls
+        self._steps = self._no_steps()
         self._num_added = 0
         self._seeds = random.Random(config.seed)
 
     @property
+    def replicas(self) -> tuple[Engine, ...]:
+        """The engines that this one is made of: itself."""
+        return (self,)
+
+    @property
     def has_requests(self) -> bool:
         """Whether a further `step` will bring something."""
-        return bool(self._requests or self._unreported or self._in_flight or self._begun)
+        on_device = self._is_begun or any(step.output is not None for step in self._steps)
+        return bool(self._outputs.requests or self._outputs.updates or on_device)
 
     @property
     def num_requests(self) -> int:
         """Requests that have not ended."""
-        return len(self._requests)
+        return len(self._outputs.requests)
 
     @property
     def num_awaited(self) -> int:
-        """Tokens in the step that `end_step` would wait for; 0: it would not wait."""
-        step = self._in_flight
-        if self._begun is not None and not self.config.overlap:
-            step = self._begun.started
-        if step is None or step.plan is None:
+        """Tokens of the step that `end_step` would wait for; 0 if it would not wait."""
+        step = self._steps[0] if self._steps else None
+        if step is None or step.finished is None or step.output is None:
             return 0
         tokens: Any = step.output.sampled.tokens
-        return 0 if tokens.is_ready() else step.plan.num_tokens
+        return 0 if tokens.is_ready() else step.finished.num_tokens
 
     @property
     def stats(self) -> EngineStats:
@@ -156,28 +154,28 @@ class Engine:
             num_pages=self.pool.num_pages,
             num_owned_pages=self.pool.num_owned,
             num_cached_pages=self.pool.num_cached,
-            num_steps=self.num_steps,
-            num_computed=self.num_computed,
-            num_generated=self.num_generated,
+            num_steps=self.counters.num_steps,
+            num_computed=self.counters.num_computed,
+            num_generated=self.counters.num_generated,
             num_shared=self.scheduler.num_shared_tokens,
             num_preemptions=self.scheduler.num_preemptions,
             num_compiled=self.runner.num_compiled,
             num_late_compiles=self.runner.num_late_compiles,
-            last_step=self.last_step,
+            last_step=self.counters.last_step,
         )
 
     @property
     def weights(self) -> Weights:
-        """As they lie on the device."""
+        """The weights, on the devices."""
         return self.runner.weights
 
     @property
     def num_programs(self) -> int:
-        """That `warm_up` compiles: one a bucket, and two for admission."""
-        return len(self.config.buckets) + 2
+        """The number of programs that `warm_up` compiles."""
+        return self.runner.num_programs
 
     def warm_up(self, on_progress: Callable[[str], None] = lambda program: None) -> None:
-        """Compile every program that serving needs."""
+        """Compile every program that serving needs; `on_progress` gets the name of each one."""
         self.runner.warm_up(on_progress)
 
     def add(
@@ -189,16 +187,17 @@ class Engine:
         priority: int = 0,
         cache_salt: str = "",
     ) -> list[Request]:
-        """Queue a prompt; one request for each of `params.n` samples.
+        """Queue a prompt; returns one request for each of `params.n` samples.
 
         Output ends at `max_tokens` or where the context of `max_model_len` tokens is full. Requests
-        with different `cache_salt` share no cached pages. Raises `InvalidRequestError`, and
-        then nothing has changed.
+        with different `cache_salt` share no cached pages. Raises `InvalidRequestError`, and then
+        nothing has changed.
         """
         params = params or SamplingParams()
-        base_id = request_id if request_id is not None else new_id(self._num_added, self._requests)
+        known = self._outputs.requests
+        base_id = request_id if request_id is not None else new_id(self._num_added, known)
         names = sample_ids(base_id, params.n)
-        check_ids(names, self._requests)
+        check_ids(names, known)
         max_len, bad_word_ids = self.check(prompt_token_ids, params, priority=priority)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(32)
         stop_token_ids = frozenset(params.stop_token_ids)
@@ -211,12 +210,11 @@ class Engine:
                 prompt_token_ids,
                 params,
                 max_len=max_len,
-                seed=(seed + i * 0x9E3779B9) % 2**32,
-                arrival=self._num_added,
-                priority=priority,
+                sampling=SamplingInputs(
+                    (seed + i * SEED_STRIDE) % 2**32, bad_word_ids, stop_token_ids
+                ),
+                rank=Rank(priority, self._num_added),
                 cache_root=self.cache_root(params, max_len, cache_salt),
-                bad_word_ids=bad_word_ids,
-                stop_token_ids=stop_token_ids,
             )
             self._num_added += 1
             requests.append(request)
@@ -226,7 +224,7 @@ class Engine:
     def check(
         self, prompt_token_ids: Sequence[int], params: SamplingParams, *, priority: int = 0
     ) -> Admissible:
-        """Raise the `InvalidRequestError` that `add` would, but for a request id in use.
+        """Raise the `InvalidRequestError` that `add` would, except for a request id in use.
 
         Nothing is queued; any thread may call this.
         """
@@ -234,22 +232,34 @@ class Engine:
         return self.limits.check(prompt_token_ids, params)
 
     def abort(self, request_id: str) -> bool:
-        """End a request now; its pages are free at once. False if it is unknown or has ended."""
-        request = self._requests.get(request_id)
+        """End a request now; its pages are free at once. Returns False if it is unknown or has
+        ended."""
+        request = self._outputs.requests.get(request_id)
         if request is None:
             return False
         self.scheduler.finish(request, FinishReason.ABORT)
-        self._unreported.append(self._end(request, [], ""))
+        self._outputs.end(request)
         return True
 
+    def cache_root(self, params: SamplingParams, max_len: int, salt: str) -> bytes | None:
+        """Return where the keys of the prefix cache begin, or None if pages may not be shared.
+
+        A prompt whose log-probabilities are wanted has to be computed whole, and a RoPE scaling
+        past its length limit depends on the prompt's length.
+        """
+        limit = self.model.config.length_limit
+        if params.prompt_logprobs is not None or (limit is not None and max_len > limit):
+            return None
+        return root_key(salt, self.name, str(self.runner.cache_dtype))
+
     def clear_prefix_cache(self) -> None:
-        """Forget which prefixes the pages hold; running requests go on, and share nothing more."""
+        """Forget which prefixes the pages hold. Running requests go on, and share no more pages."""
         self.pool.forget_all()
-        for request in self._requests.values():
-            request.cache_root = None
+        for request in self._outputs.requests.values():
+            request.prefix.root = None
 
     def step(self) -> list[Update]:
-        """Plan and start one step, read one; what came of it, one update a request.
+        """Plan and start one step, process one; return its updates, one for each request.
 
         An exception on the way (Ctrl-C, the device) leaves a sound engine: what was running is
         computed again from the tokens read so far, and yields the same ones.
@@ -258,78 +268,50 @@ class Engine:
         return self.end_step()
 
     def begin_step(self) -> None:
-        """The first half of `step`: plan and start one; none where one is begun and not ended."""
-        if self._begun is not None:
+        """The first half of `step`: plan and dispatch. Does nothing if a step has begun and not
+        ended."""
+        if self._is_begun:
             return
         start = time.perf_counter()
-        with self._recovering():
+        with recovering(self._recover):
             plan = self.scheduler.schedule()
-            started = self._dispatch(plan) if plan.rows or self.runner.is_under_way else None
-            self._begun = _Begun(plan, started, time.perf_counter() - start)
+            step = _Dispatched(plan)
+            if plan.rows or self.runner.is_under_way:
+                step = self._dispatch(plan)
+            self._steps.append(step._replace(host_s=time.perf_counter() - start))
 
     def end_step(self) -> list[Update]:
-        """The second half: read the step before the one begun, or with `overlap` off that one."""
-        assert self._begun is not None, "no step is begun"
+        """The second half of `step`: process the step before the one begun, or without `overlap`
+        that one."""
+        assert self._is_begun, "no step has begun"
         start = time.perf_counter()
-        self._wait_s = 0.0
-        with self._recovering():
-            (plan, started, begin_s), self._begun = self._begun, None
-            if self._in_flight is not None:
-                self._commit(self._in_flight)
-            if started is not None and not self.config.overlap:
-                self._commit(started)
-                started = None
-            self._in_flight = started
+        begun = self._steps[-1]
+        with recovering(self._recover):
+            wait_s = self._process(self._steps.popleft())
         if self.config.check_every_step:
             self.scheduler.check()
-        num_tokens = plan.num_tokens
-        self.num_steps += 1
-        self.num_computed += num_tokens
-        total_s = begin_s + time.perf_counter() - start
-        self.last_step = StepStats(len(plan.rows), num_tokens, total_s, self._wait_s)
-        updates, self._unreported = self._unreported, []
-        return updates
+        total_s = begun.host_s + time.perf_counter() - start
+        plan = begun.plan
+        self.counters.record(StepStats(len(plan.rows), plan.num_tokens, total_s, wait_s))
+        return self._outputs.take_updates()
 
-    @contextlib.contextmanager
-    def _recovering(self) -> Iterator[None]:
-        try:
-            yield
-        except HostsError:  # no process is left to recover with
-            raise
-        except BaseException:
-            try:
-                self._recover()
-            except HostsError as lost:  # which is what the other error was of
-                raise lost from None
-            raise
+    @property
+    def _is_begun(self) -> bool:
+        return len(self._steps) > self._lag
 
-    def _recover(self) -> None:
-        """Start over with a fresh cache and the requests that have not ended. The device's part is
-        last: another Ctrl-C may come out of it, and must find the host's part done."""
-        self._in_flight = self._begun = None
-        self.pool.reset()
-        for request in [r for r in self._requests.values() if r.is_finished]:
-            self._unreported.append(self._end(request, [], ""))
-        self.scheduler.reset(list(self._requests.values()))
-        self.runner.peers.raise_if_lost()
-        self.runner.reset_state()
+    def _no_steps(self) -> deque[_Dispatched]:
+        return deque([_Dispatched(Plan([], [], [], []))] * self._lag)
 
     def _start(self, request: Request) -> None:
-        self._requests[request.id] = request
-        if self.tokenizer is not None:
-            self._streams[request.id] = TextStream(
-                self.tokenizer,
-                stop=request.params.stop,
-                include_stop_str_in_output=request.params.include_stop_str_in_output,
-                skip_special_tokens=request.params.skip_special_tokens,
-            )
-        if request.num_remaining > 0:
+        self._outputs.add(request)
+        if request.extend_len > 0:
             self.scheduler.add(request)
         else:  # max_tokens 0 and nothing to compute
             request.finish_reason = FinishReason.LENGTH
-            self._unreported.append(self._end(request, [], ""))
+            self._outputs.end(request)
 
-    def _dispatch(self, plan: Plan) -> _InFlight:
+    def _dispatch(self, plan: Plan) -> _Dispatched:
+        """Write the admitted requests into their slots, and start the step on the device."""
         for request in plan.admitted:
             assert request.slot is not None
             if request.started_at is None:
@@ -337,67 +319,25 @@ class Engine:
             vocab_size = self.model.config.vocab_size
             ints, floats, extras = pack(request, self.eos_token_ids, vocab_size)
             self.runner.admit(Admission(request.slot, request.pages, ints, floats), extras)
-        return _InFlight(*self.runner.dispatch(plan))
+        return _Dispatched(plan, *self.runner.dispatch(plan))
 
-    def _commit(self, step: _InFlight) -> None:
-        """Read a step's tokens and hand them to their requests; updates go to `_unreported`."""
-        if step.plan is None:
-            return
+    def _process(self, step: _Dispatched) -> float:
+        """Wait for a step's tokens and hand them to their requests; returns the seconds waited."""
+        if step.finished is None or step.output is None:
+            return 0.0
         start = time.perf_counter()
         tokens = np.asarray(step.output.sampled.tokens).tolist()
-        self._wait_s += time.perf_counter() - start
-        reports = Reports(step.output)
-        updates = self._unreported
-        page_size = self.pool.page_size
-        at = 0  # the row's first token in the step
-        for i, row in enumerate(step.plan.rows):
-            request, _, start, num_tokens, is_sampled = row
-            if request.finish_reason is None:
-                if request.params.prompt_logprobs is not None:
-                    reports.add_prompt_logprobs(row, at)
-                # A decode fills a page every `page_size` tokens only.
-                if num_tokens > 1 or (start + 1) % page_size <= 1 or not is_sampled:
-                    self.scheduler.register_pages(request)
-                if is_sampled:
-                    updates.append(self._accept(request, tokens[i], reports, i))
-                elif row.end >= request.max_len - 1:  # max_tokens 0: nothing to sample
-                    self.scheduler.finish(request, FinishReason.LENGTH)
-                    updates.append(self._end(request, [], ""))
-            at += num_tokens
+        wait_s = time.perf_counter() - start
+        self._outputs.process(step.finished, step.output, tokens)
+        return wait_s
 
-    def _accept(self, request: Request, token_id: int, reports: Reports, row: int) -> Update:
-        """One new token of a request; ends it where it says so."""
-        params = request.params
-        request.read(token_id)
-        self.num_generated += 1
-        if params.logprobs is not None:
-            reports.add_logprobs(request, row)
-        may_stop = len(request.output_token_ids) >= params.min_tokens
-        stream = self._streams.get(request.id)
-        text, stop = "", None
-        if stream is not None:
-            text, stop = stream.push(token_id, is_watched=may_stop)
-        if stop is not None or (may_stop and token_id in request.stop_token_ids):
-            self.scheduler.finish(request, FinishReason.STOP)
-        elif request.num_read >= request.max_len:
-            self.scheduler.finish(request, FinishReason.LENGTH)
-        else:
-            return Update(request, [token_id], text, None)
-        return self._end(request, [token_id], text)
-
-    def _end(self, request: Request, token_ids: list[int], text: str) -> Update:
-        """Forget a finished request; its update brings the text held back so far."""
-        del self._requests[request.id]
-        stream = self._streams.pop(request.id, None)
-        if stream is not None and not stream.has_stopped:
-            text += stream.finish().text
-        return Update(request, token_ids, text, request.finish_reason)
-
-    def cache_root(self, params: SamplingParams, max_len: int, salt: str) -> bytes | None:
-        """Where prefix-cache keys begin; None where pages may not be shared: a prompt whose
-        log-probabilities are wanted has to be computed whole, and a RoPE scaling past its length
-        limit depends on the prompt's length."""
-        limit = self.model.config.length_limit
-        if params.prompt_logprobs is not None or (limit is not None and max_len > limit):
-            return None
-        return root_key(salt, self.name, str(self.runner.cache_dtype))
+    def _recover(self) -> None:
+        """Start over with a fresh cache and the requests that have not ended. The device's part
+        comes last: another Ctrl-C may interrupt it, and must find the host's part done."""
+        self._steps = self._no_steps()
+        self.pool.reset()
+        for request in [r for r in self._outputs.requests.values() if r.is_finished]:
+            self._outputs.end(request)
+        self.scheduler.reset(list(self._outputs.requests.values()))
+        self.runner.peers.raise_if_lost()
+        self.runner.reset_state()

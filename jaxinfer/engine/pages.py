@@ -106,7 +106,7 @@ class PagePool:
                 else:
                     self._free.append(page)
 
-    def share(self, root: bytes, token_ids: Sequence[int]) -> tuple[list[int], list[bytes]]:
+    def match_prefix(self, root: bytes, token_ids: Sequence[int]) -> tuple[list[int], list[bytes]]:
         """The longest run of cached or owned pages that holds a prefix of `token_ids`.
 
         Takes a reference of each; only full pages count. Returns the pages and their keys.
@@ -121,8 +121,7 @@ class PagePool:
         return pages, keys
 
     def num_cached_prefix(self, root: bytes, token_ids: Sequence[int]) -> int:
-        """Tokens in the pages that `share` would give; nothing is taken, and none is used later
-        for it."""
+        """Tokens in the pages that `match_prefix` would give; nothing is taken or marked as used"""
         return self.page_size * sum(1 for _ in self._known(root, token_ids))
 
     def register(self, page: int, key: bytes, token_ids: Sequence[int]) -> None:

@@ -1,7 +1,6 @@
-"""Scheduling policies: in which order requests are served, and when new ones may join.
+"""Scheduling policies: the order in which requests are served, and when new ones may join.
 
-A policy is a small object; `POLICIES` is the registry. Preemption takes the running request that
-the order puts last.
+`POLICIES` is the registry. Preemption takes the running request that the order puts last.
 """
 
 from __future__ import annotations
@@ -13,6 +12,8 @@ from jaxinfer.engine.request import Request
 
 
 class Policy(Protocol):
+    """What the scheduler asks of a policy."""
+
     def order(self, request: Request) -> tuple[int, ...]:
         """Sort key: the smallest is served first and preempted last."""
         ...
@@ -26,7 +27,7 @@ class Policy(Protocol):
         ...
 
     def planned(self, num_waiting: int) -> None:
-        """A step has been planned and leaves so many waiting."""
+        """A step has been planned, and `num_waiting` requests are still waiting."""
         ...
 
 
@@ -37,7 +38,7 @@ class FirstCome:
         self.max_num_seqs = max_num_seqs
 
     def order(self, request: Request) -> tuple[int, ...]:
-        return (request.arrival,)
+        return (request.rank.arrival,)
 
     def may_admit(self, num_running: int) -> bool:
         return True
@@ -53,13 +54,13 @@ class Priority(FirstCome):
     """Continuous batching by `priority` (smaller first), then arrival."""
 
     def order(self, request: Request) -> tuple[int, ...]:
-        return (request.priority, request.arrival)
+        return request.rank
 
 
 class Static(FirstCome):
-    """Static batching, the baseline: a batch fills up, closes, and runs until its last one ends.
+    """Static batching, the baseline: a batch fills up, closes, and runs to its last request's end.
 
-    It closes with `max_num_seqs` members, or when nothing is left waiting.
+    It closes with `max_num_seqs` requests, or when none is left waiting.
     """
 
     def __init__(self, max_num_seqs: int):

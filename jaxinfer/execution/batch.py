@@ -1,8 +1,8 @@
-"""From a plan to what the device gets: one packed int32 buffer a step. numpy only.
+"""From a plan to what the device gets: one packed int32 buffer for each step. numpy only.
 
-A step's input carries the ragged layout, the token ids that the device does not know yet, and the
-changes of page tables: O(tokens) bytes, never rows x table width (256 rows of 32k tokens in
-16-token pages would be 2 MB of table a step).
+The buffer has the ragged layout, the token ids that the device does not know yet, and the changes
+of page tables: O(tokens) bytes, never rows x table width (256 rows of 32k tokens in 16-token pages
+would be 2 MB of table in every step).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from jaxinfer.engine.request import Request
 from jaxinfer.engine.scheduler import Plan, Row
 
-ON_DEVICE = -1  # token id: take the slot's last sampled token
+ON_DEVICE = -1  # as a token id: the last token that the slot sampled
 
 
 class StepShape(NamedTuple):
@@ -26,6 +26,7 @@ class StepShape(NamedTuple):
 
     @classmethod
     def of_bucket(cls, num_tokens: int, max_num_seqs: int, page_size: int) -> StepShape:
+        """The shape of the step that is compiled for a bucket."""
         num_rows = min(num_tokens, max_num_seqs)
         return cls(num_tokens, num_rows, num_rows + num_tokens // page_size)
 
@@ -33,7 +34,7 @@ class StepShape(NamedTuple):
 class StepInputs(NamedTuple):
     """The sections of the packed buffer: numpy on the host, traced arrays in the step."""
 
-    token_ids: Any  # [T], ON_DEVICE where the slot's last token is meant
+    token_ids: Any  # [T], or ON_DEVICE
     target_ids: Any  # [T] the token that follows, for prompt log-probabilities
     q_start: Any  # [R+1]
     kv_len: Any  # [R]
@@ -41,7 +42,7 @@ class StepInputs(NamedTuple):
     is_sampled: Any  # [R]
     write_from: Any  # [R] positions before it are in shared pages already
     min_rope_len: Any  # [R] the least sequence length that RoPE scalings use (nn/rope.py)
-    entry_slot: Any  # [entries], past the last slot: no entry
+    entry_slot: Any  # [entries]; a value past the last slot marks no entry
     entry_index: Any  # [entries]
     entry_page: Any  # [entries]
     wants_prompt_logprobs: Any  # [1]
@@ -53,6 +54,7 @@ def _sizes(shape: StepShape) -> StepInputs:
 
 
 def packed_size(shape: StepShape) -> int:
+    """Integers in the buffer."""
     return sum(_sizes(shape))  # type: ignore[arg-type]
 
 
@@ -66,8 +68,10 @@ def unpack(packed, shape: StepShape) -> StepInputs:
 
 
 def build(plan: Plan, shape: StepShape, num_slots: int) -> np.ndarray:
-    """The packed int32 buffer of `plan`; its rows and tokens must fit `shape`. A plan of no rows is
-    a tick in which nothing enters a pipeline."""
+    """Pack a plan, whose rows and tokens must fit `shape`, into one int32 buffer.
+
+    A plan without rows is a tick in which nothing enters a pipeline.
+    """
     packed = np.zeros(packed_size(shape), np.int32)
     inputs = unpack(packed, shape)
     rows, num_rows = plan.rows, len(plan.rows)
@@ -76,11 +80,11 @@ def build(plan: Plan, shape: StepShape, num_slots: int) -> np.ndarray:
     if not rows:
         return packed
 
-    requests, slots, starts, num_tokens, is_sampled = zip(*rows, strict=True)
+    requests, slots, starts, num_tokens, is_sampled, min_rope_len = zip(*rows, strict=True)
     inputs.row_slot[:num_rows] = slots
     inputs.is_sampled[:num_rows] = is_sampled
-    inputs.write_from[:num_rows] = [request.num_shared for request in requests]
-    inputs.min_rope_len[:num_rows] = [request.rope_len for request in requests]
+    inputs.write_from[:num_rows] = [request.prefix.shared_len for request in requests]
+    inputs.min_rope_len[:num_rows] = min_rope_len
     inputs.kv_len[:num_rows] = starts
     inputs.kv_len[:num_rows] += np.asarray(num_tokens, np.int32)
     np.cumsum(num_tokens, out=inputs.q_start[1 : num_rows + 1])
@@ -102,10 +106,10 @@ def build(plan: Plan, shape: StepShape, num_slots: int) -> np.ndarray:
         ):
             section[: len(plan.entries)] = values
 
-    asking = [i for i, r in enumerate(requests) if r.params.prompt_logprobs is not None]
-    if asking:
+    scored = [i for i, r in enumerate(requests) if r.params.prompt_logprobs is not None]
+    if scored:
         inputs.wants_prompt_logprobs[0] = 1
-        for i in asking:
+        for i in scored:
             targets = _targets(rows[i].request, rows[i])
             inputs.target_ids[inputs.q_start[i] : inputs.q_start[i] + len(targets)] = targets
     return packed

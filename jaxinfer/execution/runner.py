@@ -80,6 +80,11 @@ class Runner:
     def num_compiled(self) -> int:
         return len(self._programs)
 
+    @property
+    def num_programs(self) -> int:
+        """The programs that `warm_up` compiles: one for each bucket, and two for admission."""
+        return len(self.config.buckets) + 2
+
     def shape_for(self, num_tokens: int) -> StepShape:
         """Of the smallest bucket that holds `num_tokens`."""
         bucket = self.config.bucket_for(num_tokens)

@@ -28,7 +28,9 @@ import jax
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.admission import Admissible, check_ids
-from jaxinfer.engine.engine import Engine, Update
+from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.outputs import Update
+from jaxinfer.engine.protocol import EngineLike
 from jaxinfer.engine.request import FinishReason, Request, new_id, sample_ids
 from jaxinfer.engine.stats import EngineStats, StepStats
 from jaxinfer.loading.placement import tree_shardings
@@ -45,21 +47,24 @@ class Replicas:
     thread owns it, as an engine.
     """
 
+    can_generate = True
+    embedding_dim = 0
+
     def __init__(self, engines: Sequence[Engine]):
-        self.engines = tuple(engines)
-        first = self.engines[0]
+        self.replicas = tuple(engines)
+        first = self.replicas[0]
         self.config = first.config
         self.model = first.model
         self.name = first.name
         self.tokenizer = first.tokenizer
         self.eos_token_ids = first.eos_token_ids
         self.max_model_len = first.max_model_len
-        smallest = min(engine.limits.num_pages for engine in self.engines)
+        smallest = min(engine.limits.num_pages for engine in self.replicas)
         self.limits = first.limits._replace(num_pages=smallest)
-        for engine in self.engines:
+        for engine in self.replicas:
             engine.limits = self.limits
-        self.last_step = StepStats()
-        self._router = Router(len(self.engines))
+        self._last_step = StepStats()
+        self._router = Router(len(self.replicas))
         self._done: list[int] | None = None  # what running requests have done; None: to be counted
         self._requests: dict[str, Request] = {}  # those whose end has not been told
         self._unreported: list[Update] = []  # of a round in which a replica failed
@@ -69,12 +74,12 @@ class Replicas:
     @property
     def has_requests(self) -> bool:
         """Whether a further `step` will bring something."""
-        return bool(self._unreported) or any(engine.has_requests for engine in self.engines)
+        return bool(self._unreported) or any(engine.has_requests for engine in self.replicas)
 
     @property
     def num_requests(self) -> int:
         """Requests that have not ended."""
-        return sum(engine.num_requests for engine in self.engines)
+        return sum(engine.num_requests for engine in self.replicas)
 
     @property
     def stats(self) -> EngineStats:
@@ -82,15 +87,10 @@ class Replicas:
 
         Its last step is the last round: rows and tokens of all, seconds by the clock.
         """
-        all_stats = [engine.stats for engine in self.engines]
+        all_stats = [engine.stats for engine in self.replicas]
         names = [name for name in EngineStats._fields if name != "last_step"]
         sums = {name: sum(getattr(stats, name) for stats in all_stats) for name in names}
-        return EngineStats(**sums, last_step=self.last_step)
-
-    @property
-    def num_generated(self) -> int:
-        """Tokens handed out since the start."""
-        return sum(engine.num_generated for engine in self.engines)
+        return EngineStats(**sums, last_step=self._last_step)
 
     @property
     def loads(self) -> list[int]:
@@ -100,19 +100,19 @@ class Replicas:
     @property
     def weights(self) -> Weights:
         """As they lie on the first replica's devices."""
-        return self.engines[0].weights
+        return self.replicas[0].weights
 
     @property
     def num_programs(self) -> int:
         """That `warm_up` compiles: each replica's, since a program is compiled for its devices."""
-        return sum(engine.num_programs for engine in self.engines)
+        return sum(engine.num_programs for engine in self.replicas)
 
     def warm_up(self, on_progress: Callable[[str], None] = lambda program: None) -> None:
         """Compile every program that serving needs; `on_progress` gets the name of each one done.
 
         One replica after the other: on a GPU the second one's come from the compilation cache.
         """
-        for number, engine in enumerate(self.engines):
+        for number, engine in enumerate(self.replicas):
             engine.warm_up(lambda program, n=number: on_progress(f"{program}, replica {n}"))
 
     def add(
@@ -134,7 +134,7 @@ class Replicas:
             params = dataclasses.replace(params, seed=self._seeds.getrandbits(32))
         prompt_lens = self._prompt_lens(prompt_token_ids, params, max_len, cache_salt)
         number = self._router.choose([params.n * n for n in prompt_lens], self._progress())
-        requests = self.engines[number].add(
+        requests = self.replicas[number].add(
             prompt_token_ids,
             params,
             request_id=base_id,
@@ -148,7 +148,7 @@ class Replicas:
                 request,
                 number,
                 prompt_len=prompt_lens[number],
-                most_output=max_len - request.prompt_len,
+                most_output=request.max_output_len,
             )
         return requests
 
@@ -159,7 +159,7 @@ class Replicas:
 
         Nothing is queued; any thread may call this.
         """
-        return self.engines[0].check(prompt_token_ids, params, priority=priority)
+        return self.replicas[0].check(prompt_token_ids, params, priority=priority)
 
     def abort(self, request_id: str) -> bool:
         """End a request now; its pages are free at once. False if it is unknown or has ended."""
@@ -168,13 +168,13 @@ class Replicas:
             return False
         number = self._router.replica_of(request)
         assert number is not None
-        is_ended = self.engines[number].abort(request_id)
+        is_ended = self.replicas[number].abort(request_id)
         self._end(request)
         return is_ended
 
     def clear_prefix_cache(self) -> None:
         """Forget which prefixes the pages hold; running requests go on, and share nothing more."""
-        for engine in self.engines:
+        for engine in self.replicas:
             engine.clear_prefix_cache()
 
     def step(self) -> list[Update]:
@@ -189,7 +189,7 @@ class Replicas:
         errors: list[Exception] = []
         ended: list[StepStats] = []
         begun: list[Engine] = []
-        for engine in self.engines:
+        for engine in self.replicas:
             if engine.has_requests:
                 with _kept(errors):
                     engine.begin_step()
@@ -197,14 +197,14 @@ class Replicas:
         for engine in _due(begun):
             with _kept(errors):
                 self._unreported += engine.end_step()
-                ended.append(engine.last_step)
+                ended.append(engine.stats.last_step)
         if errors:
             raise errors[0] if len(errors) == 1 else ExceptionGroup("replicas failed", errors)
         updates, self._unreported = self._unreported, []
         for update in updates:
             if update.finish_reason is not None:
                 self._end(update.request)
-        self.last_step = StepStats(
+        self._last_step = StepStats(
             sum(step.num_rows for step in ended),
             sum(step.num_tokens for step in ended),
             time.perf_counter() - start,
@@ -217,10 +217,10 @@ class Replicas:
     ) -> list[int]:
         """Tokens of the prompt that each replica would compute; the last one always is."""
         num_tokens = len(prompt_token_ids)
-        root = self.engines[0].cache_root(params, max_len, salt)
+        root = self.replicas[0].cache_root(params, max_len, salt)
         if root is None:
-            return [num_tokens] * len(self.engines)
-        cached = [e.pool.num_cached_prefix(root, prompt_token_ids) for e in self.engines]
+            return [num_tokens] * len(self.replicas)
+        cached = [e.pool.num_cached_prefix(root, prompt_token_ids) for e in self.replicas]
         return [max(num_tokens - n, 1) for n in cached]
 
     def _progress(self) -> list[int]:
@@ -228,10 +228,10 @@ class Replicas:
         if self._done is None:
             self._done = [
                 sum(
-                    self._router.done(r, r.num_remaining, r.num_known - r.prompt_len)
+                    self._router.done(r, r.extend_len, r.output_len)
                     for r in engine.scheduler.running
                 )
-                for engine in self.engines
+                for engine in self.replicas
             ]
         return self._done
 
@@ -263,7 +263,7 @@ def _due(begun: list[Engine]) -> list[Engine]:
 
 def engine_over(
     models: Sequence[ShardedModel], weights: Weights, config: EngineConfig, **named: Any
-) -> Engine | Replicas:
+) -> EngineLike:
     """An engine on each model's mesh, as one. `weights` lie on the first one's, and are copied from
     there; `named` as for `Engine`."""
     engines = [Engine(models[0], weights, config, **named)]
@@ -277,8 +277,3 @@ def _copied(weights: Weights, model: ShardedModel) -> Weights:
         jax.device_put(weight, tree_shardings(weight, spec, model.shardings[spec.path]))
         for weight, spec in zip(weights, model.parameters, strict=True)
     )
-
-
-def replicas_of(engine: Engine | Replicas) -> tuple[Engine, ...]:
-    """Those it is made of; an engine is its own only one."""
-    return engine.engines if isinstance(engine, Replicas) else (engine,)

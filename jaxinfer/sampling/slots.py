@@ -153,9 +153,12 @@ def pack(
     request: Request, eos_token_ids: Iterable[int], vocab_size: int
 ) -> tuple[np.ndarray, np.ndarray, SlotExtras | None]:
     """What admission writes for a request; see `pack_scalars` and `pack_extras`."""
-    about: dict[str, Any] = {"eos_token_ids": eos_token_ids, "bad_word_ids": request.bad_word_ids}
+    about: dict[str, Any] = {
+        "eos_token_ids": eos_token_ids,
+        "bad_word_ids": request.sampling.bad_word_ids,
+    }
     ints, floats = pack_scalars(
-        request.params, seed=request.seed, prompt_len=request.prompt_len, **about
+        request.params, seed=request.sampling.seed, prompt_len=request.prompt_len, **about
     )
     extras = pack_extras(
         request.params,

@@ -14,13 +14,13 @@ from jaxinfer.embedding.text_batches import (
     buckets_for,
     check_encoder_config,
 )
-from jaxinfer.engine.request import FinishReason, Request
+from jaxinfer.engine.request import FinishReason, Rank, Request
 from jaxinfer.sampling.params import SamplingParams
 
 
 def request(arrival: int, length: int) -> Request:
     ids, params = [0] * length, SamplingParams()
-    return Request(f"{arrival}", ids, params, max_len=length, seed=0, arrival=arrival)
+    return Request(f"{arrival}", ids, params, max_len=length, rank=Rank(arrival=arrival))
 
 
 def test_default_buckets():

@@ -71,7 +71,7 @@ def test_a_request_that_the_pool_cannot_hold_is_refused_with_numbers():
         engine.add([1] * 10, SamplingParams(max_tokens=20))
     [open_end] = engine.add([1] * 10, SamplingParams(temperature=0, max_tokens=None))
     running.run(engine)
-    assert open_end.num_read == 25 and open_end.finish_reason == "length"
+    assert open_end.read_len == 25 and open_end.finish_reason == "length"
 
 
 def test_a_duplicate_id_is_refused(engine):

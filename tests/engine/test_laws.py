@@ -209,7 +209,7 @@ def test_a_full_prefix_hit_recomputes_one_token(model_and_weights):
     before = engine.scheduler.num_shared_tokens
     [second] = engine.add(prompt, params)
     engine.step()
-    assert engine.last_step.num_tokens == 1
+    assert engine.stats.last_step.num_tokens == 1
     assert engine.scheduler.num_shared_tokens - before == 31
     running.run(engine)
     assert second.output_token_ids == first.output_token_ids

@@ -31,7 +31,7 @@ def counts(pool: PagePool) -> tuple[int, int, int]:
 
 def shared(pool: PagePool, token_ids, root=ROOT) -> list[int]:
     """The pages a prompt would hit; given back at once."""
-    pages, keys = pool.share(root, token_ids)
+    pages, keys = pool.match_prefix(root, token_ids)
     assert len(pages) == len(keys)
     pool.release(pages)
     return pages
@@ -88,7 +88,7 @@ def test_the_same_tokens_behind_another_prefix_are_another_page():
 def test_sharing_counts_references_and_releasing_takes_as_many():
     pool = PagePool(4, 2)
     pages = fill(pool, [1, 2])
-    again, _ = pool.share(ROOT, [1, 2])
+    again, _ = pool.match_prefix(ROOT, [1, 2])
     assert again == pages and pool.num_references(pages[0]) == 2
     pool.release(pages)
     assert counts(pool) == (3, 0, 1)
@@ -161,7 +161,7 @@ def test_owned_pages_are_never_given_up():
     pool = PagePool(3, 1)
     pages = fill(pool, [1, 2])
     pool.release(pages)
-    held, _ = pool.share(ROOT, [1])  # the head, back in use
+    held, _ = pool.match_prefix(ROOT, [1])  # the head, back in use
     assert pool.allocate(3) is None
     taken = pool.allocate(2)
     assert taken is not None and held[0] not in taken
@@ -255,7 +255,7 @@ def test_random_use_agrees_with_a_model_of_the_cache():
             else:
                 tokens = [rng.randint(0, 1) for _ in range(size * rng.randint(1, 4))]
                 num_known = pool.num_cached_prefix(ROOT, tokens)
-                pages, keys = pool.share(ROOT, tokens)
+                pages, keys = pool.match_prefix(ROOT, tokens)
                 assert num_known == len(pages) * size
                 for index, page in enumerate(pages):
                     assert written[page] == tuple(tokens[: (index + 1) * size])

@@ -3,14 +3,12 @@
 import pytest
 
 from jaxinfer.engine.policies import POLICIES, FirstCome, Policy, Priority, Static
-from jaxinfer.engine.request import Request
+from jaxinfer.engine.request import Rank, Request
 from jaxinfer.sampling.params import SamplingParams
 
 
 def request(arrival: int, priority: int = 0) -> Request:
-    return Request(
-        str(arrival), [1], SamplingParams(), max_len=4, seed=0, arrival=arrival, priority=priority
-    )
+    return Request(str(arrival), [1], SamplingParams(), max_len=4, rank=Rank(priority, arrival))
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -25,12 +23,12 @@ def test_every_registered_policy_does_what_the_scheduler_asks(name):
 
 def test_first_come_ignores_priority():
     order = FirstCome(4).order
-    assert sorted([request(2, 0), request(0, 9), request(1, 5)], key=order)[0].arrival == 0
+    assert sorted([request(2, 0), request(0, 9), request(1, 5)], key=order)[0].rank.arrival == 0
 
 
 def test_priority_serves_the_smaller_number_then_the_earlier():
     requests = [request(0, 1), request(1, 0), request(2, 0), request(3, -1)]
-    assert [r.arrival for r in sorted(requests, key=Priority(4).order)] == [3, 1, 2, 0]
+    assert [r.rank.arrival for r in sorted(requests, key=Priority(4).order)] == [3, 1, 2, 0]
 
 
 @pytest.mark.parametrize("name", ["first_come", "priority"])

@@ -135,8 +135,8 @@ def test_preemption_takes_the_last_in_order_and_gives_its_pages_back():
     plan = bench.step()
     assert plan.preempted == [last] and ids(bench.scheduler.running) == ["r0"]
     assert sizes(plan) == {"r0": 1}
-    assert last.slot is None and last.pages == [] and last.num_computed == 0
-    assert last.num_preemptions == bench.scheduler.num_preemptions == 1
+    assert last.slot is None and last.pages == [] and last.computed_len == 0
+    assert last.prefix.hit_len is not None and bench.scheduler.num_preemptions == 1
     assert last.output_token_ids == [TOKEN], "what it has said stays said"
     bench.run()
     assert first.output_token_ids == last.output_token_ids == [TOKEN] * 4
@@ -169,12 +169,12 @@ def test_a_preempted_request_waits_for_its_token_still_on_the_device():
     first, last = bench.add(6, max_tokens=4), bench.add(5, max_tokens=2)
     in_flight = bench.plan()
     plan = bench.plan()  # r0's fourth page: r1 has to go, its token unread
-    assert plan.preempted == [last] and last.num_pending == 1
+    assert plan.preempted == [last] and last.pending_len == 1
     bench.scheduler.finish(first, FinishReason.ABORT)  # now there is room
     assert bench.plan().rows == []
     bench.commit(in_flight)
     resumed = bench.step()
-    assert resumed.admitted == [last] and sum(sizes(resumed).values()) + last.num_shared >= 6
+    assert resumed.admitted == [last] and sum(sizes(resumed).values()) + last.prefix.shared_len >= 6
     assert resumed.rows[0].end == 6, "its prompt and the token it had sampled"
     assert last.output_token_ids == [TOKEN] * 2
 
@@ -186,9 +186,9 @@ def test_a_preempted_request_starts_again_from_its_cached_pages():
     bench.step()
     bench.step()
     bench.scheduler._preempt(last, Plan([], [], [], []))  # as if pages had run out
-    known = last.num_read
+    known = last.read_len
     row = next(row for row in bench.plan().rows if row.request is last)
-    assert last.num_shared == 8 and (row.start, row.end) == (8, known)
+    assert last.prefix.shared_len == 8 and (row.start, row.end) == (8, known)
 
 
 @pytest.mark.parametrize("when", ["waiting", "running", "in flight", "preempted"])
@@ -201,7 +201,7 @@ def test_a_request_can_end_at_any_moment(when):
         bench.commit(plans.pop())
     if when == "preempted":
         bench.step()
-        assert request.num_preemptions == 1 and request.slot is None
+        assert request.prefix.hit_len is not None and request.slot is None
     bench.scheduler.finish(request, FinishReason.ABORT)
     bench.scheduler.check()
     assert request.finish_reason is FinishReason.ABORT and request.pages == []
@@ -219,7 +219,7 @@ def test_a_full_hit_computes_the_last_token_alone_and_writes_nothing():
     request = bench.add(prompt, max_tokens=2)
     (row,) = bench.step().rows
     assert (row.start, row.num_tokens, row.is_sampled) == (7, 1, True)
-    assert request.num_shared == 8, "the recomputed token is not stored in the shared page"
+    assert request.prefix.shared_len == 8, "the recomputed token is not stored in the shared page"
     assert bench.scheduler.num_shared_tokens == 7
 
 
@@ -229,7 +229,7 @@ def test_a_partial_hit_starts_at_the_first_page_that_is_not_cached():
     bench.run()
     request = bench.add([*range(8), 50, 51, 52], max_tokens=2)
     (row,) = bench.step().rows
-    assert (row.start, row.num_tokens) == (8, 3) and request.num_shared == 8
+    assert (row.start, row.num_tokens) == (8, 3) and request.prefix.shared_len == 8
 
 
 def test_a_prompt_shares_pages_with_one_that_still_runs():
@@ -251,7 +251,7 @@ def test_outputs_are_cached_like_prompts():
     bench.run()
     request = bench.add([1, 2, *[TOKEN] * 7, 3], max_tokens=2)
     bench.step()
-    assert request.num_shared == 8, "nine tokens were computed, two pages are full"
+    assert request.prefix.shared_len == 8, "nine tokens were computed, two pages are full"
 
 
 def test_salts_share_nothing_and_neither_do_requests_without_a_root():
@@ -263,24 +263,24 @@ def test_salts_share_nothing_and_neither_do_requests_without_a_root():
     for root in (ROOT, root_key("salt", "model", "float32"), None):
         request = bench.add(prompt, max_tokens=2, root=root)
         bench.step()
-        assert request.slot is not None and request.num_shared == 0
+        assert request.slot is not None and request.prefix.shared_len == 0
     again = bench.add(prompt, max_tokens=2)
     bench.step()
-    assert again.num_shared == 8
+    assert again.prefix.shared_len == 8
 
 
 def test_only_pages_that_are_full_computed_and_read_are_cached():
     bench = Bench(page_size=4, budget=6)
     request = bench.add(7, max_tokens=8)
     plan = bench.plan()  # six of seven computed
-    assert request.page_keys == []  # nothing has been read back
+    assert request.prefix.keys == []  # nothing has been read back
     bench.commit(plan)
-    assert len(request.page_keys) == 1
+    assert len(request.prefix.keys) == 1
     ahead = [bench.plan(), bench.plan()]  # computed 7, 8: the eighth token is not known yet
     bench.scheduler.register_pages(request)
-    assert len(request.page_keys) == 1 and request.num_computed == 8
+    assert len(request.prefix.keys) == 1 and request.computed_len == 8
     bench.commit(ahead[0])
-    assert len(request.page_keys) == 2
+    assert len(request.prefix.keys) == 2
 
 
 @pytest.mark.parametrize("prompt_len", range(2, 10))
@@ -291,7 +291,7 @@ def test_a_cached_prompt_that_wants_no_output_still_has_one_token_to_compute(pro
     request = bench.add(list(range(prompt_len)), max_tokens=0)
     (row,) = bench.plan().rows
     assert row.num_tokens >= 1 and row.end == prompt_len - 1 and not row.is_sampled
-    assert request.num_remaining == 0
+    assert request.extend_len == 0
 
 
 def test_static_batches_run_until_their_last_one_ends():

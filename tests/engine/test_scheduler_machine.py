@@ -16,7 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from jaxinfer.config import from_mapping
 from jaxinfer.engine.admission import InvalidRequestError
-from jaxinfer.engine.engine import Engine, Update
+from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.outputs import Update
 from jaxinfer.engine.request import FinishReason, Request
 from jaxinfer.sampling.params import SamplingParams
 from tests.support.fake_device import (
@@ -46,7 +47,7 @@ CONFIGS = st.fixed_dictionaries(
         "scheduler": st.fixed_dictionaries(
             {
                 "policy": st.sampled_from(["first_come", "priority", "static"]),
-                "max_tokens": st.integers(1, 20),
+                "max_num_batched_tokens": st.integers(1, 20),
                 "max_num_seqs": st.integers(1, 6),
             }
         ),
@@ -116,9 +117,9 @@ class Run:
             assert not self.engine.abort(name)
             return
         asked = self.live.pop(name)
-        self.num_aborted_in_flight += asked.request.num_pending > 0
+        self.num_aborted_in_flight += asked.request.pending_len > 0
         self.num_aborted_preempted += (
-            asked.request.num_preemptions > 0 and asked.request.slot is None
+            asked.request.prefix.hit_len is not None and asked.request.slot is None
         )
         assert self.engine.abort(name) and not self.engine.abort(name)
         assert asked.request.finish_reason is FinishReason.ABORT
@@ -161,7 +162,7 @@ class Run:
         stopped = bool(expected) and expected[-1] in asked.stops
         assert request.finish_reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
         if request.params.prompt_logprobs is not None:
-            found = {at: entry.logprob for at, entry in request.prompt_logprobs.items()}
+            found = {at: entry.logprob for at, entry in request.logprobs.prompt.items()}
             every = range(1, len(prompt))
             assert found == {at: fake_logprob(prompt[:at], prompt[at]) for at in every}
 

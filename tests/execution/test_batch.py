@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jaxinfer.config import EngineConfig, from_mapping
 from jaxinfer.engine.pages import PagePool, root_key
 from jaxinfer.engine.policies import POLICIES
-from jaxinfer.engine.request import FinishReason, Request
+from jaxinfer.engine.request import FinishReason, Rank, Request
 from jaxinfer.engine.scheduler import PageEntry, Plan, Row, Scheduler
 from jaxinfer.execution.batch import ON_DEVICE, StepInputs, StepShape, build, packed_size, unpack
 from jaxinfer.execution.kv_cache import allocate, page_bytes
@@ -27,16 +27,16 @@ NUM_SLOTS = 8
 def make_request(prompt: Sequence[int], output: Sequence[int] = (), **fields) -> Request:
     prompt_logprobs = fields.pop("prompt_logprobs", None)
     params = SamplingParams(prompt_logprobs=prompt_logprobs)
-    request = Request("r", prompt, params, max_len=100, seed=0, arrival=0)
+    request = Request("r", prompt, params, max_len=100)
     request.output_token_ids = list(output)
-    request.num_known = request.num_read + fields.get("num_pending", 0)
-    for name, value in fields.items():
-        setattr(request, name, value)
+    request.known_len = request.read_len + fields.pop("num_pending", 0)
+    request.prefix.shared_len = fields.pop("num_shared", 0)
+    assert not fields
     return request
 
 
 def row(request: Request, start: int, num_tokens: int, slot: int = 0, is_sampled=False) -> Row:
-    return Row(request, slot, start, num_tokens, is_sampled)
+    return Row(request, slot, start, num_tokens, is_sampled, request.prompt_len)
 
 
 def built(
@@ -209,8 +209,7 @@ def test_the_plans_of_a_real_scheduler_fit_their_buckets(
             [token] * length,
             SamplingParams(prompt_logprobs=0 if token == 3 else None),
             max_len=length + more,
-            seed=0,
-            arrival=arrival,
+            rank=Rank(arrival=arrival),
             cache_root=None if token == 3 else root_key("x"),
         )
         scheduler.add(request)
@@ -239,5 +238,5 @@ def _check_step(scheduler: Scheduler, config: EngineConfig) -> None:
         if planned.is_sampled:
             request.read(len(request.output_token_ids) % 2)
         scheduler.register_pages(request)
-        if request.num_read >= request.max_len:
+        if request.read_len >= request.max_len:
             scheduler.finish(request, FinishReason.LENGTH)

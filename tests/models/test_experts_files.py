@@ -30,7 +30,7 @@ def logprobs(engine, prompts) -> list:
     params = SamplingParams(temperature=0, logprobs=3, max_tokens=6, ignore_eos=True)
     requests = [engine.add(prompt, params)[0] for prompt in prompts]
     running.run(engine)
-    return [request.logprobs for request in requests]
+    return [request.logprobs.output for request in requests]
 
 
 @pytest.mark.parametrize(("name", "min_bucket"), [("qwen2_moe", 1), ("gpt_oss", 32)])

@@ -39,7 +39,7 @@ def test_batch_invariant_mode_is_equal_bit_for_bit(name, tmp_path):
     def logprobs(*together):
         requests = [engine.add(prompt, params)[0] for prompt in together]
         running.run(engine)
-        return [request.logprobs for request in requests]
+        return [request.logprobs.output for request in requests]
 
     assert logprobs(*prompts) == [logprobs(prompt)[0] for prompt in prompts]
 

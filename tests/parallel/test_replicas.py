@@ -16,9 +16,10 @@ import pytest
 
 from jaxinfer import FinishReason, InvalidRequestError, SamplingParams
 from jaxinfer.config import from_mapping
-from jaxinfer.engine.engine import Engine, Update
+from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.outputs import Update
 from jaxinfer.options import merge
-from jaxinfer.parallel.replicas import Replicas, replicas_of
+from jaxinfer.parallel.replicas import Replicas
 from tests.support.child_process import findings
 from tests.support.fake_device import MAX_LEN, VOCAB_SIZE, expected_output, fake_engine
 from tests.support.paths import SUPPORT
@@ -32,7 +33,7 @@ SIZES = {
 }
 # Of an engine that its replicas do not have: what each has for itself.
 OWN = {"pool", "runner", "scheduler", "cache_root", "begin_step", "end_step", "num_awaited"}
-OWN |= {"num_computed", "num_steps"}  # `stats` has the sums
+OWN |= {"counters"}  # `stats` has the sums
 
 
 class Owners(dict):
@@ -130,8 +131,8 @@ def add_staggered(engine: Replicas | Engine, requests: Sequence[Any], seed: int 
 
 def assert_is_idle(engine: Replicas) -> None:
     assert not engine.has_requests and engine.num_requests == 0
-    assert engine.loads == [0] * len(engine.engines)
-    for replica in engine.engines:
+    assert engine.loads == [0] * len(engine.replicas)
+    for replica in engine.replicas:
         replica.scheduler.check()
         assert replica.pool.num_owned == 0
 
@@ -139,7 +140,7 @@ def assert_is_idle(engine: Replicas) -> None:
 def test_replicas_have_the_surface_of_an_engine():
     public = lambda thing: {name for name in dir(thing) if not name.startswith("_")}
     assert public(an_engine()) - public(replicas(2)) == OWN
-    assert public(replicas(2)) - public(an_engine()) == {"engines", "loads"}
+    assert public(replicas(2)) - public(an_engine()) == {"loads"}
 
 
 @pytest.mark.matrix(by="number")
@@ -150,12 +151,12 @@ def test_requests_are_those_of_one_engine_whatever_the_number_of_replicas(number
     expected = add_staggered(alone, asks(number), seed=1)
     engine = replicas(number, {**options, "seed": 7})
     got = add_staggered(engine, asks(number), seed=2)
-    assert [(r.id, r.seed) for r in got] == [(r.id, r.seed) for r in expected]
+    assert [(r.id, r.sampling.seed) for r in got] == [(r.id, r.sampling.seed) for r in expected]
     assert [r.output_token_ids for r in got] == [r.output_token_ids for r in expected]
     assert_is_idle(engine)
     if number > 1:
-        assert all(replica.num_generated > 0 for replica in engine.engines[:2])
-    assert engine.stats.num_generated == engine.num_generated == alone.num_generated
+        assert all(replica.stats.num_generated > 0 for replica in engine.replicas[:2])
+    assert engine.stats.num_generated == engine.stats.num_generated == alone.stats.num_generated
 
 
 def test_a_refused_request_takes_no_seed_and_leaves_no_trace():
@@ -166,7 +167,7 @@ def test_a_refused_request_takes_no_seed_and_leaves_no_trace():
     with pytest.raises(InvalidRequestError, match="priority"):
         engine.add([1], SamplingParams(), priority=3)
     assert_is_idle(engine)
-    assert engine.add([1])[0].seed == other.add([1])[0].seed
+    assert engine.add([1])[0].sampling.seed == other.add([1])[0].sampling.seed
 
 
 def test_an_id_in_use_on_any_replica_is_refused():
@@ -190,7 +191,7 @@ def test_samples_of_a_prompt_share_a_replica():
     engine = replicas(3)
     engine.add([1] * 10, GREEDY)
     engine.add([2, 3, 4], dataclasses.replace(GREEDY, n=4))
-    assert sorted(e.num_requests for e in engine.engines) == [0, 1, 4]
+    assert sorted(e.num_requests for e in engine.replicas) == [0, 1, 4]
 
 
 def test_a_request_follows_its_prefix_until_others_have_less_ahead():
@@ -202,7 +203,7 @@ def test_a_request_follows_its_prefix_until_others_have_less_ahead():
     short = SamplingParams(temperature=0, max_tokens=1)
     for expected in (1, 1, 0):  # 1 of 9 tokens to compute there; then 2 more than all 9
         engine.add([*prompt, 1], dataclasses.replace(short, n=1))
-        assert [e.num_requests for e in engine.engines][expected] > 0, expected
+        assert [e.num_requests for e in engine.replicas][expected] > 0, expected
     engine.clear_prefix_cache()
     run(engine)
     assert_is_idle(engine)
@@ -217,7 +218,7 @@ def test_a_hit_counts_for_each_sample(num_samples, expected):
     run(engine)
     engine._router.take("another", 1, prompt_len=12, most_output=0)
     engine.add([*prompt, 1], SamplingParams(max_tokens=1, n=num_samples))  # 9 each, or 1 each
-    assert engine.engines[expected].num_requests == num_samples
+    assert engine.replicas[expected].num_requests == num_samples
 
 
 def test_an_aborted_request_leaves_no_trace():
@@ -243,7 +244,7 @@ def test_a_replica_that_fails_costs_no_other_an_update(failing, error, monkeypat
     engine = replicas(3)
     added = [engine.add([i, 1, 2], GREEDY)[0] for i in range(3)]
     updates = engine.step() + engine.step()
-    runner = engine.engines[failing].runner
+    runner = engine.replicas[failing].runner
     dispatch = runner.dispatch
 
     def fails(plan: Any) -> Any:
@@ -271,7 +272,7 @@ def test_several_failures_are_told_together(monkeypatch):
     def fails(plan: Any) -> Any:
         raise RuntimeError("lost")
 
-    for replica in engine.engines:
+    for replica in engine.replicas:
         monkeypatch.setattr(replica.runner, "dispatch", fails)
     with pytest.raises(ExceptionGroup) as caught:
         engine.step()
@@ -294,13 +295,13 @@ def test_figures_are_sums_and_the_last_step_is_the_round():
     for i in range(5):
         engine.add([1, 2, 3, i], GREEDY)
     engine.step()
-    stats, each = engine.stats, [e.stats for e in engine.engines]
+    stats, each = engine.stats, [e.stats for e in engine.replicas]
     assert stats.num_running == sum(s.num_running for s in each) == 5 - stats.num_waiting
     assert stats.num_pages == 80 and stats.num_steps == 2
     assert stats.last_step.num_rows == sum(s.last_step.num_rows for s in each) > 2
     assert stats.last_step.num_tokens == sum(s.last_step.num_tokens for s in each)
-    assert replicas_of(engine) == engine.engines
-    assert replicas_of(engine.engines[0]) == engine.engines[:1]
+    assert len(engine.replicas) == len(each)
+    assert engine.replicas[0].replicas == engine.replicas[:1]
 
 
 @pytest.mark.parametrize(
@@ -314,14 +315,14 @@ def test_devices_compute_while_the_host_serves_the_others(host_s, overlap, expec
     for _ in range(4):
         engine.add([1, 2], params)
     run(engine)
-    assert [e.num_generated for e in engine.engines] == [20] * 4
+    assert [e.stats.num_generated for e in engine.replicas] == [20] * 4
     assert clock.now / 20 == pytest.approx(expected, rel=0.15)  # of 4 * 10 one after the other
 
 
 def test_a_long_step_of_one_replica_holds_up_no_other():
     """While the first computes chunks of 8 tokens, 20 s each, the second's tokens take 1 s."""
     clock = Clock(0.1, lambda num_tokens: 20.0 if num_tokens == 8 else 1.0)
-    first, second = replicas(2, clock=clock).engines
+    first, second = replicas(2, clock=clock).replicas
     engine = Replicas([first, second])
     for i in range(4):
         first.add([i] * 20, SamplingParams(temperature=0, max_tokens=1))

@@ -151,8 +151,8 @@ def test_prompt_logprobs_cover_the_whole_prompt_however_it_is_cut(
     for _ in range(2):  # the second would hit the prefix cache, if it were allowed to
         [request] = engine.add(prompt, params)
         running.run(engine)
-        assert sorted(request.prompt_logprobs) == list(range(1, len(prompt)))
-        for position, entry in request.prompt_logprobs.items():
+        assert sorted(request.logprobs.prompt) == list(range(1, len(prompt)))
+        for position, entry in request.logprobs.prompt.items():
             assert entry.token_id == prompt[position]
             assert abs(entry.logprob - logp[position - 1][prompt[position]]) < 1e-4
             assert len(entry.top) == 2

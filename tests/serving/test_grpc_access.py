@@ -64,13 +64,13 @@ def calls(harness: GrpcHarness, metadata) -> list:
 def test_every_method_is_refused_without_a_known_key(engine, metadata):
     async def main():
         async with grpc_harness(engine, keys=KEYS) as harness:
-            num_steps = engine.num_steps
+            num_steps = engine.stats.num_steps
             for call in calls(harness, metadata):
                 error = await error_of(call)
                 assert error.code() is CODES.UNAUTHENTICATED
                 assert "authorization: Bearer" in error.details()
                 assert "key-of" not in error.details()
-            assert engine.num_steps == num_steps
+            assert engine.stats.num_steps == num_steps
 
     run(main())
 

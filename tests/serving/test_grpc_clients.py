@@ -80,10 +80,10 @@ def test_cancel_frees_pages_at_once(engine, brake, method):
             call.cancel()
             stream = await ends.next()
             assert stream.error is not None and stream.error.kind is ErrorKind.CANCELLED
-            num_steps = engine.num_steps
+            num_steps = engine.stats.num_steps
             brake.release()
             await is_free(harness, engine)
-            assert engine.num_steps <= num_steps + 1
+            assert engine.stats.num_steps <= num_steps + 1
 
     run(main())
 
@@ -99,7 +99,7 @@ def test_cancel_before_tokenization_never_reaches_the_engine(engine, monkeypatch
     async def main():
         async with grpc_harness(engine, observers=(ends.observer,)) as harness:
             monkeypatch.setattr(harness.service, "tokenize", tokenize)
-            num_steps = engine.num_steps
+            num_steps = engine.stats.num_steps
             call = harness.stub.Generate(make_request())
             await is_tokenizing.wait()
             call.cancel()
@@ -108,7 +108,7 @@ def test_cancel_before_tokenization_never_reaches_the_engine(engine, monkeypatch
             monkeypatch.undo()
             await harness.stub.Complete(make_request(max_tokens=1))  # the loop has turned since
             assert (await ends.next()).usage.output_tokens == 1
-            assert engine.num_steps - num_steps <= 3
+            assert engine.stats.num_steps - num_steps <= 3
 
     run(main())
 
@@ -159,12 +159,12 @@ def test_passed_deadline_costs_no_step(engine):
 
     async def main():
         async with grpc_harness(engine, observers=(ends.observer,)) as harness:
-            num_steps = engine.num_steps
+            num_steps = engine.stats.num_steps
             for method in (harness.stub.Complete, harness.stub.Generate):
                 error = await error_of(method(make_request(timeout_s=0.0)))
                 assert error.code() is CODES.DEADLINE_EXCEEDED
                 await ends.next()
-            assert engine.num_steps == num_steps
+            assert engine.stats.num_steps == num_steps
 
     run(main())
 

@@ -68,8 +68,8 @@ def test_tokens_and_latencies_of_a_request_are_counted(engine):
         assert now["jaxinfer_requests_total", "length", "http"] == 1
         assert now["jaxinfer_prompt_tokens_total",] == len("a prompt")
         assert now["jaxinfer_output_tokens_total",] == 20
-        assert now["jaxinfer_generated_tokens_total",] == engine.num_generated
-        assert now["jaxinfer_steps_total",] == engine.num_steps
+        assert now["jaxinfer_generated_tokens_total",] == engine.stats.num_generated
+        assert now["jaxinfer_steps_total",] == engine.stats.num_steps
         assert now["jaxinfer_inter_token_seconds_count",] == 19
         for name, seconds in (
             ("queue", result.timing.queue_s),

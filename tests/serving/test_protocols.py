@@ -181,13 +181,13 @@ def test_disconnected_client_frees_pages(engine, brake, protocol):
     async def main():
         brake.seconds = 0.005
         async with both_protocols(engine) as both:
-            before = engine.num_generated
+            before = engine.stats.num_generated
             source = both.callers[protocol].deltas("x", max_tokens=400, **GREEDY)
             async with contextlib.aclosing(source) as deltas:  # type: ignore[type-var]
                 async for _ in deltas:
                     break
             await both.idle()
-            assert engine.num_generated - before < 200, "it went on for nobody"
+            assert engine.stats.num_generated - before < 200, "it went on for nobody"
 
     run(main())
 

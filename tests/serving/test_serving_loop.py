@@ -130,11 +130,11 @@ def test_cancel_frees_pages_within_a_step(engine, brake):
             await anext(stream)
             brake.hold()
             stream.cancel()
-            num_steps = engine.num_steps
+            num_steps = engine.stats.num_steps
             brake.release()
             while engine.pool.num_owned:
                 await asyncio.sleep(0.001)
-            assert engine.num_steps <= num_steps + 2  # the one on its way, and one after
+            assert engine.stats.num_steps <= num_steps + 2  # the one on its way, and one after
             with pytest.raises(ServiceError, match="cancelled"):
                 await anext(stream)
             stream.cancel()  # again: no effect
@@ -164,14 +164,14 @@ def test_deadline_before_prefill_costs_no_step(engine, brake):
             await asyncio.sleep(0.02)  # the thread is in its step
             late = await service.generate(make_request(timeout_s=0.01))
             await asyncio.sleep(0.05)
-            computed = engine.num_computed
+            computed = engine.stats.num_computed
             brake.release()
             await running.collect()
             with pytest.raises(ServiceError) as caught:
                 await late.collect()
             assert caught.value.kind is ErrorKind.DEADLINE
             assert late.timing.queue_s is None
-            assert engine.num_computed - computed <= running.usage.prompt_tokens + 4
+            assert engine.stats.num_computed - computed <= running.usage.prompt_tokens + 4
 
     run(main())
 

@@ -28,6 +28,7 @@ from jaxinfer.execution.batch import ON_DEVICE, StepShape, build, unpack
 from jaxinfer.nn.layers import Numerics
 from jaxinfer.parallel.hosts import ALONE
 from jaxinfer.sampling.params import MAX_LOGPROBS
+from jaxinfer.sharding.rules import ONE_DEVICE
 
 VOCAB_SIZE = 5
 MAX_LEN = 24  # tokens of context
@@ -60,7 +61,7 @@ class FakeRunner:
     is_under_way = False
     peers = ALONE
 
-    def __init__(self, model: Any, weights: Any, config: EngineConfig, max_len: int):
+    def __init__(self, forward: Any, weights: Any, config: EngineConfig, max_len: int):
         self.config = config
         self.page_size = config.cache.page_size
         self.num_pages = config.cache.num_pages or 0
@@ -159,7 +160,7 @@ def check_plan(plan: Plan, scheduler: Scheduler) -> None:
     for row in plan.rows:
         request = row.request
         assert request.slot == row.slot and not request.is_finished
-        assert row.end == request.num_computed <= request.max_len - 1
+        assert row.end == request.computed_len <= request.max_len - 1
         assert scheduler.pool.pages_for(row.end) <= len(request.pages)
     rows = {id(row.request) for row in plan.rows}
     assert {id(request) for request in plan.admitted} <= rows
@@ -180,7 +181,7 @@ def _check_entries(plan: Plan, pool: PagePool) -> None:
         if row.slot in admitted:
             assert not entries
             continue
-        old = max(pool.pages_for(row.start), pool.pages_for(row.request.num_shared))
+        old = max(pool.pages_for(row.start), pool.pages_for(row.request.prefix.shared_len))
         assert entries == list(enumerate(row.request.pages))[old:]
     assert {e.slot for e in plan.entries} <= {row.slot for row in plan.rows}
 
@@ -191,7 +192,9 @@ def fake_engine(config: EngineConfig) -> Engine:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jaxinfer.engine.engine, "Runner", FakeRunner)
         family = SimpleNamespace(restarts_at_limit=False)
-        model = SimpleNamespace(config=shape, numerics=Numerics(), family=family, num_stages=1)
+        model = SimpleNamespace(
+            config=shape, numerics=Numerics(), family=family, num_stages=1, layout=ONE_DEVICE
+        )
         model.model = model  # on one device it is its own
         engine = Engine(model, (), config)  # type: ignore[arg-type]
     engine.runner.scheduler = engine.scheduler  # type: ignore[attr-defined]

@@ -76,8 +76,8 @@ def run(engine: Any, work: list[tuple[list[int], SamplingParams]]) -> dict[str, 
     added, logprobs = mesh_bench.served(engine, work), []
     for request in added:
         entries = [
-            *request.logprobs,
-            *(request.prompt_logprobs[i] for i in request.prompt_logprobs),
+            *request.logprobs.output,
+            *(request.logprobs.prompt[i] for i in request.logprobs.prompt),
         ]
         for entry in entries:
             logprobs += [(entry.token_id, entry.logprob), *entry.top]

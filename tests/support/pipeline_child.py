@@ -83,8 +83,8 @@ def reports(engine: Engine) -> Any:
     return [
         [
             request.output_token_ids,
-            [round(entry.logprob, 4) for entry in request.logprobs],
-            {k: round(v.logprob, 4) for k, v in sorted(request.prompt_logprobs.items())},
+            [round(entry.logprob, 4) for entry in request.logprobs.output],
+            {k: round(v.logprob, 4) for k, v in sorted(request.logprobs.prompt.items())},
         ]
         for request in added
     ]

@@ -18,7 +18,6 @@ jax.config.update("jax_num_cpu_devices", 4)
 
 from jaxinfer import LLM, SamplingParams  # noqa: E402
 from jaxinfer.config import from_mapping  # noqa: E402
-from jaxinfer.parallel.replicas import replicas_of  # noqa: E402
 from tests.support.tiny_checkpoints import TinyLlama, write_checkpoint  # noqa: E402  (no device touched before)
 
 MODEL = TinyLlama(num_layers=1)
@@ -54,13 +53,13 @@ def findings(folder: Path) -> dict[str, Any]:
         llm = LLM(checkpoint, from_mapping({**OPTIONS, "mesh": mesh}), show_progress=False)
         prompts, params = zip(*requests(), strict=True)
         outputs = [llm.generate(prompts, params) for _ in range(2)]  # with cached prefixes too
-        engines = replicas_of(llm.engine)
+        engines = llm.engine.replicas
         arrays: list[Any] = [engine.weights[0] for engine in engines]
         found[name] = {
             "tokens": [[c.token_ids for c in o.outputs] for once in outputs for o in once],
             "texts": [[c.text for c in o.outputs] for once in outputs for o in once],
             "devices": [sorted(d.id for d in array.devices()) for array in arrays],
-            "generated": [e.num_generated for e in engines],
+            "generated": [e.stats.num_generated for e in engines],
             "shared": llm.engine.stats.num_shared,
             "owned": llm.engine.stats.num_owned_pages,
             "loads": getattr(llm.engine, "loads", [0]),

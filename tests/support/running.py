@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.config import EngineConfig, from_mapping
-from jaxinfer.engine.engine import Engine, Update
+from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.outputs import Update
 from jaxinfer.engine.request import Request
 from jaxinfer.execution import kv_cache
 from jaxinfer.loading import open_checkpoint

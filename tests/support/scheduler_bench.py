@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from jaxinfer.engine.pages import PagePool, root_key
 from jaxinfer.engine.policies import POLICIES
-from jaxinfer.engine.request import FinishReason, Request
+from jaxinfer.engine.request import FinishReason, Rank, Request
 from jaxinfer.engine.scheduler import Plan, Scheduler
 from jaxinfer.sampling.params import SamplingParams
 
@@ -46,9 +46,7 @@ class Bench:
             prompt,
             SamplingParams(),
             max_len=len(prompt) + max_tokens,
-            seed=0,
-            arrival=self.num_added,
-            priority=priority,
+            rank=Rank(priority, self.num_added),
             cache_root=root,
         )
         self.num_added += 1
@@ -68,7 +66,7 @@ class Bench:
             if row.is_sampled:
                 request.read(TOKEN)
             self.scheduler.register_pages(request)
-            if request.num_read >= request.max_len:
+            if request.is_full:
                 self.scheduler.finish(request, FinishReason.LENGTH)
         self.scheduler.check()
 

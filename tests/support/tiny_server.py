@@ -16,7 +16,6 @@ from jaxinfer.build import load_model, need_engine
 from jaxinfer.config import from_mapping
 from jaxinfer.loading.checkpoint import GenerationDefaults
 from jaxinfer.options import merge
-from jaxinfer.parallel.replicas import replicas_of
 from jaxinfer.serving.config import LimitsConfig
 from jaxinfer.serving.loop import EngineLoop
 from jaxinfer.serving.observer import Observer
@@ -45,7 +44,7 @@ def tiny_engine(options: Mapping[str, Any] | None = None) -> tuple[Engine, Gener
     """A new engine with `OPTIONS`, overridden by `options`. Its first step compiles (seconds)."""
     config = from_mapping(merge(OPTIONS, options or {}))
     loaded, generation = load_model(checkpoint(), config, show_progress=False)
-    [engine] = replicas_of(need_engine(loaded))
+    [engine] = need_engine(loaded).replicas
     return engine, generation
 
 

@@ -123,8 +123,8 @@ def host_work(engine: Engine, prompts: Prompts, num_steps: int) -> HostWork:
     work = HostWork([], [])
     for _ in range(num_steps):
         engine.step()
-        if engine.last_step.num_rows == engine.last_step.num_tokens == len(prompts):
-            work.step_s.append(engine.last_step.total_s - engine.last_step.wait_s)
+        if engine.stats.last_step.num_rows == engine.stats.last_step.num_tokens == len(prompts):
+            work.step_s.append(engine.stats.last_step.total_s - engine.stats.last_step.wait_s)
     profiler = cProfile.Profile()
     profiler.enable()
     for _ in range(num_steps // 2):
@@ -161,6 +161,6 @@ def step_seconds(engine: Engine, prompts: Prompts, num_steps: int) -> list[float
     times = []
     while engine.has_requests:
         engine.step()
-        if engine.last_step.num_rows == engine.last_step.num_tokens == len(prompts):
-            times.append(engine.last_step.total_s)
+        if engine.stats.last_step.num_rows == engine.stats.last_step.num_tokens == len(prompts):
+            times.append(engine.stats.last_step.total_s)
     return times

@@ -48,7 +48,6 @@ from absl import app, flags
 from jaxinfer import LLM, load_config
 from jaxinfer.execution.host_tuning import calm_collector
 from jaxinfer.loading.demo import demo_model_path
-from jaxinfer.parallel.replicas import replicas_of
 from jaxinfer.tools.bench import engine as bench_engine
 from jaxinfer.tools.bench.report import Measure, OtherLoad, machine, print_table
 
@@ -79,7 +78,7 @@ class OfflineBench:
     ):
         self.dtype, self.repeats, self.threads = dtype, repeats, threads
         self.settings = [f"dtype={dtype}", *settings]
-        [self.engine] = replicas_of(LLM(model, load_config(preset, self.settings)).engine)
+        [self.engine] = LLM(model, load_config(preset, self.settings)).engine.replicas
         self.vocab_size = self.engine.model.config.vocab_size
         self.peer: Any = None
         if peer == "transformers":

@@ -138,7 +138,7 @@ def _decoded(bench: EngineBench, rows: int, prompt_len: int) -> Decoded:
     total, host = [], []
     while len(total) < WARM_STEPS + STEPS and engine.has_requests:
         engine.step()
-        last = engine.last_step
+        last = engine.stats.last_step
         if last.num_rows == last.num_tokens == rows:
             total.append(last.total_s)
             host.append(last.total_s - last.wait_s)
