@@ -1,14 +1,14 @@
-"""Choosing the next token of every row, on the device, inside the engine's one jitted step.
+"""Sampling of the next token of every row, on the device, inside the engine's jitted step.
 
-What is applied, in this order (as in vLLM 0.20's sampler, except that min_p comes last as in
-transformers; a mask and a bias commute, and so do the masks among themselves):
+The order of operations is that of vLLM 0.20's sampler, except that min_p comes last, as in
+transformers (a mask and a bias commute, and so do masks):
 
- 1. Logprobs are of the *raw* logits: log_softmax of the float32 logits before any change below.
+ 1. Logprobs are taken from the *raw* logits: log_softmax in float32 before any change below.
  2. logit_bias, then the masks: allowed_token_ids, bad_words, min_tokens (end-of-text and stop
     tokens). A masked logit is -inf.
  3. repetition penalty (prompt and output), frequency penalty, presence penalty (output).
- 4. Where that leaves a row without a finite logit, its rules contradict each other: the row goes
-    on with its raw logits under the allowed mask alone.
+ 4. If a row has no finite logit left, its rules contradict each other: it continues with its raw
+    logits under the allowed mask alone.
  5. temperature 0: the first largest logit. Otherwise logits / temperature, top_k, top_p (among
     what top_k kept, as a share of it), min_p (relative to the most probable token), and a draw.
 
@@ -16,13 +16,13 @@ top_k keeps every logit equal to the k-th largest, and top_p every one equal to 
 keeps: ties are never cut. The draw inverts the cumulative distribution in vocabulary order at one
 32-bit uniform number, keyed by fold_in(fold_in(base, seed), position) alone (`sampling_draw`).
 
-Rows that ask for nothing pay one argmax: every other group runs under `lax.cond` on "some sampled
-row asks". No cond returns or updates slot state, so the donated state is updated in place.
+A greedy row costs one argmax: every other feature runs under a `lax.cond` on whether some sampled
+row uses it. No cond returns or updates slot state, so the donated state is updated in place.
 
-Where the vocabulary is split over devices (`vocab_axes`), the parts exchange what they found, never
-V: a greedy step one gather of 8 bytes a row and part; masks and penalties one sum more; a draw 3
-collectives; top_k and top_p the 64 largest of each part, a sum of weights, and a sum for each round
-of a search beyond those; logprobs 4.
+With the vocabulary sharded over devices (`vocab_axes`), the devices exchange partial results, never
+logits. A greedy step takes one gather of 8 bytes a row and part; masks and penalties add one sum; a
+draw takes 3 collectives; top_k and top_p gather the 64 largest of each part, sum the weights, and
+take one more sum for each round of a search beyond those; logprobs take 4.
 """
 
 from typing import NamedTuple
@@ -66,7 +66,7 @@ from jaxinfer.sharding.collectives import Axes, all_max, rank
 
 
 class SampleOutput(NamedTuple):
-    """What one step chose. Rows not sampled hold NO_TOKEN; what was not asked for holds 0."""
+    """The result of one step: NO_TOKEN in rows that are not sampled, 0 where not requested."""
 
     tokens: jax.Array  # [R] int32
     logprobs: jax.Array  # [R] float32: of the chosen token
@@ -75,7 +75,7 @@ class SampleOutput(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """The slots' numbers gathered to this step's rows; flags are 0 where not sampled."""
+    """The slots' scalars, gathered to this step's rows; flags are 0 in rows not sampled."""
 
     slot: jax.Array  # [R]
     position: jax.Array  # [R]
@@ -83,11 +83,11 @@ class _Rows(NamedTuple):
     ints: jax.Array  # [R, NUM_INTS]
     floats: jax.Array  # [R, NUM_FLOATS]
 
-    def asks(self, feature: Feature) -> jax.Array:
+    def uses(self, feature: Feature) -> jax.Array:
         return (self.flags & int(feature)) != 0
 
-    def any_asks(self, feature: Feature) -> jax.Array:
-        return jnp.any(self.asks(feature))
+    def any_uses(self, feature: Feature) -> jax.Array:
+        return jnp.any(self.uses(feature))
 
 
 def sample(
@@ -100,7 +100,7 @@ def sample(
     row_tile: int | None = None,
     vocab_axes: Axes = (),
 ) -> tuple[SampleOutput, SlotSampling]:
-    """One token a row, and the state in which the chosen tokens are counted.
+    """Sample one token a row; return the tokens and the slots' state that counts them.
 
     `position` is the absolute position of the new token: the number of tokens known before it.
     Rows with `is_sampled` False may hold anything, NaN included: they get NO_TOKEN, and neither
@@ -122,13 +122,13 @@ def sample(
     rows = _Rows(row_slot, position, flags, ints, slots.floats[row_slot])
     choose_tile = lambda x, some: _choose(x, some, slots.extras, base_key, vocab_axes)
     tokens = lax.cond(
-        rows.any_asks(Feature.RANDOM | EXTRAS),
+        rows.any_uses(Feature.RANDOM | EXTRAS),
         lambda: _by_tile(choose_tile, row_tile, logits, rows),
         lambda: argmax(logits, vocab_axes),
     )
     report_tile = lambda x, some, chosen: _report(x, some, chosen, vocab_axes)
     report = lax.cond(
-        rows.any_asks(Feature.LOGPROBS),
+        rows.any_uses(Feature.LOGPROBS),
         lambda: _by_tile(report_tile, row_tile, logits, rows, tokens),
         lambda: _no_report(logits.shape[0]),
     )
@@ -166,13 +166,13 @@ def _logit_of(logits, token_ids, vocab_axes):
 
 
 def _report(logits, rows: _Rows, tokens, vocab_axes):
-    """`top_logprobs` of the rows that ask, zeros for the rest."""
-    asks = rows.asks(Feature.LOGPROBS)
+    """Return `top_logprobs` for the rows that request logprobs, zeros for the others."""
+    wanted = rows.uses(Feature.LOGPROBS)
     chosen, ids, values = top_logprobs(logits, tokens, vocab_axes)
     return (
-        jnp.where(asks, chosen, 0.0),
-        jnp.where(asks[:, None], ids, 0),
-        jnp.where(asks[:, None], values, 0.0),
+        jnp.where(wanted, chosen, 0.0),
+        jnp.where(wanted[:, None], ids, 0),
+        jnp.where(wanted[:, None], values, 0.0),
     )
 
 
@@ -187,8 +187,8 @@ def _no_report(num_rows: int):
 def _record(extras: SlotExtras, rows: _Rows, tokens) -> SlotExtras:
     """Count the new tokens and shift them into the recent ones, in the slots that need it."""
     num_slots = extras.output_counts.shape[0]
-    counted = jnp.where(rows.asks(Feature.PENALTIES), rows.slot, num_slots)  # S: dropped
-    shifted = jnp.where(rows.asks(Feature.BAD_WORDS), rows.slot, num_slots)
+    counted = jnp.where(rows.uses(Feature.PENALTIES), rows.slot, num_slots)  # S: dropped
+    shifted = jnp.where(rows.uses(Feature.BAD_WORDS), rows.slot, num_slots)
     recent = jnp.concatenate([extras.recent_tokens[rows.slot][:, 1:], tokens[:, None]], axis=1)
     return extras._replace(
         output_counts=extras.output_counts.at[counted, tokens].add(1, mode="drop"),
@@ -197,7 +197,7 @@ def _record(extras: SlotExtras, rows: _Rows, tokens) -> SlotExtras:
 
 
 def _by_tile(function, row_tile: int | None, *per_row):
-    """function(*per_row), over equal tiles of at most `row_tile` rows one after the other."""
+    """Apply function(*per_row) to equal tiles of at most `row_tile` rows, one after another."""
     num_rows = per_row[0].shape[0]
     limit = min(row_tile or num_rows, num_rows)
     tile = next(size for size in range(limit, 0, -1) if num_rows % size == 0)
@@ -211,29 +211,28 @@ def _by_tile(function, row_tile: int | None, *per_row):
 
 def _choose(logits, rows: _Rows, extras: SlotExtras, base_key, vocab_axes):
     edit = lambda: _edit(logits, rows, extras, vocab_axes)
-    edited = lax.cond(rows.any_asks(EXTRAS), edit, lambda: logits)
+    edited = lax.cond(rows.any_uses(EXTRAS), edit, lambda: logits)
     return lax.cond(
-        rows.any_asks(Feature.RANDOM),
+        rows.any_uses(Feature.RANDOM),
         lambda: _draw_rows(edited, rows, base_key, vocab_axes),
         lambda: argmax(edited, vocab_axes),
     )
 
 
 def _draw_rows(x, rows: _Rows, base_key, vocab_axes):
-    """A drawn token for random rows, the largest logit for the others (and for rows without one
-    finite logit)."""
-    is_random = rows.asks(Feature.RANDOM)
+    """Draw a token for random rows; take the largest logit's for others and rows without weight."""
+    is_random = rows.uses(Feature.RANDOM)
     temperature = jnp.where(is_random, rows.floats[:, FloatColumn.TEMPERATURE], 1.0)
     largest, likeliest = first_largest(x, vocab_axes)
     weights = weights_of(x, temperature, largest)
     uniform = uniform_bits(base_key, rows.ints[:, IntColumn.SEED], rows.position)
     threshold = lax.cond(
-        rows.any_asks(Feature.TOP_K | Feature.TOP_P),
+        rows.any_uses(Feature.TOP_K | Feature.TOP_P),
         lambda: truncation_threshold(
             x,
             weights,
-            jnp.where(rows.asks(Feature.TOP_K), rows.ints[:, IntColumn.TOP_K], 0),
-            jnp.where(rows.asks(Feature.TOP_P), rows.floats[:, FloatColumn.TOP_P], 1.0),
+            jnp.where(rows.uses(Feature.TOP_K), rows.ints[:, IntColumn.TOP_K], 0),
+            jnp.where(rows.uses(Feature.TOP_P), rows.floats[:, FloatColumn.TOP_P], 1.0),
             vocab_axes,
         ),
         lambda: jnp.full(x.shape[0], -jnp.inf, jnp.float32),
@@ -245,17 +244,17 @@ def _draw_rows(x, rows: _Rows, base_key, vocab_axes):
 
 
 def _edit(raw, rows: _Rows, extras: SlotExtras, vocab_axes):
-    """The logits [R, V] after steps 2 to 4 of the module's list."""
+    """Return the logits [R, V] after steps 2 to 4 of this module's list."""
 
     def when(feature, edit, x):
-        return lax.cond(rows.any_asks(feature), lambda: edit(x), lambda: x)
+        return lax.cond(rows.any_uses(feature), lambda: edit(x), lambda: x)
 
     def allow(x):
         allowed = _own_bits(extras.allowed_bits, rows, x, vocab_axes)
-        return jnp.where(allowed | ~rows.asks(Feature.ALLOWED)[:, None], x, -jnp.inf)
+        return jnp.where(allowed | ~rows.uses(Feature.ALLOWED)[:, None], x, -jnp.inf)
 
     def hold_back(x):
-        early = rows.asks(Feature.MIN_TOKENS) & (rows.position < rows.ints[:, IntColumn.MIN_LEN])
+        early = rows.uses(Feature.MIN_TOKENS) & (rows.position < rows.ints[:, IntColumn.MIN_LEN])
         held = _own_bits(extras.stop_bits, rows, x, vocab_axes)
         return jnp.where(held & early[:, None], -jnp.inf, x)
 
@@ -270,7 +269,7 @@ def _edit(raw, rows: _Rows, extras: SlotExtras, vocab_axes):
 
 
 def _own_bits(words, rows: _Rows, x, vocab_axes):
-    """The rows' bit sets of the slots' [S, w], as booleans of the shape of x."""
+    """Unpack the rows' bit sets from the slots' [S, w] into booleans of the shape of x."""
     n, num_words = x.shape[1], words.shape[1]
     if not vocab_axes:
         return unpack_bits(words[rows.slot], n)
@@ -285,7 +284,7 @@ def _own_bits(words, rows: _Rows, x, vocab_axes):
 def _add_bias(x, rows: _Rows, extras: SlotExtras, vocab_axes):
     # Ids of V and above, NO_BIAS among them, are dropped.
     columns = columns_of(extras.bias_ids[rows.slot], x, vocab_axes)
-    columns = jnp.where(rows.asks(Feature.BIAS)[:, None], columns, x.shape[1])
+    columns = jnp.where(rows.uses(Feature.BIAS)[:, None], columns, x.shape[1])
     row = jnp.arange(x.shape[0])[:, None]
     return x.at[row, columns].add(extras.bias_values[rows.slot], mode="drop")
 
@@ -296,7 +295,7 @@ def _forbid_bad_words(x, rows: _Rows, extras: SlotExtras, vocab_axes):
     prefix, last = words[..., :-1], words[..., -1]
     recent = extras.recent_tokens[rows.slot][:, None, :]
     matches = jnp.all((prefix == ANY_TOKEN) | (prefix == recent), axis=2) & (last != ANY_TOKEN)
-    matches &= rows.asks(Feature.BAD_WORDS)[:, None]
+    matches &= rows.uses(Feature.BAD_WORDS)[:, None]
     row = jnp.arange(x.shape[0])[:, None]
     columns = jnp.where(matches, columns_of(last, x, vocab_axes), x.shape[1])
     return x.at[row, columns].set(-jnp.inf, mode="drop")
@@ -314,4 +313,4 @@ def _penalize(x, rows: _Rows, extras: SlotExtras, vocab_axes):
     y = jnp.where(seen, jnp.where(x > 0, x / repetition, x * repetition), x)
     y = y - column(FloatColumn.FREQUENCY) * counts
     y = y - jnp.where(counts > 0, column(FloatColumn.PRESENCE), 0.0)
-    return jnp.where(rows.asks(Feature.PENALTIES)[:, None], y, x)
+    return jnp.where(rows.uses(Feature.PENALTIES)[:, None], y, x)

@@ -19,7 +19,7 @@ def test_greedy_takes_the_first_of_equal_logits():
     assert Batch(greedy()).chosen(ranked(299, 4)) == [299]
 
 
-def test_rows_of_one_batch_are_each_treated_as_they_asked():
+def test_each_row_of_a_batch_uses_its_own_parameters():
     batch = Batch(greedy(), greedy(logit_bias={9: 50}), greedy(allowed_token_ids=[3]))
     assert batch.chosen(ranked(1, 2)) == [1, 9, 3]
 

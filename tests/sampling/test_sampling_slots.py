@@ -46,7 +46,7 @@ ASKED: list[tuple[dict[str, Any], Feature]] = [
 
 
 @pytest.mark.parametrize(("fields", "expected"), ASKED, ids=lambda value: str(value))
-def test_a_request_asks_for_what_its_fields_say_and_uploads_extras_only_then(fields, expected):
+def test_features_follow_the_fields_and_extras_are_uploaded_only_if_used(fields, expected):
     params = SamplingParams(**fields)
     assert features(params, eos_token_ids=[EOS]) == expected
     extras = pack_extras(params, prompt_token_ids=PROMPT, eos_token_ids=[EOS], vocab_size=V)
@@ -100,7 +100,7 @@ def test_a_preempted_request_continues_as_if_it_had_not_stopped(num_before):
     assert max(map(through.outputs[0][:12].count, range(50, 53))) > 2
 
 
-def test_a_slot_forgets_its_earlier_request():
+def test_reused_slot_ignores_its_earlier_request():
     every = dict.fromkeys(range(V), -100.0)
     del every[9]
     batch = Batch(greedy(logit_bias=every, presence_penalty=2, bad_words=["w"]), bad_word_ids=[[3]])

@@ -80,7 +80,7 @@ def test_chatml_is_rendered_with_and_without_the_generation_prompt():
     assert template.render([USER]) == turn + "<|im_start|>assistant\n"
 
 
-def test_block_lines_leave_no_blanks_behind():
+def test_block_lines_leave_no_blank_lines():
     rendered = ChatTemplate(INDENTED).render(
         CONVERSATION, special_tokens={"bos_token": "<s>", "eos_token": "</s>"}
     )
@@ -99,7 +99,7 @@ def test_loop_controls_macros_and_generation_blocks_work():
     assert ChatTemplate(TOOLS).render(CONVERSATION) == "Hi é <b>Hello.3 seen[0, 1, 2]"
 
 
-def test_the_date_is_todays():
+def test_strftime_now_gives_the_current_date():
     before = datetime.date.today()
     rendered = ChatTemplate("{{ strftime_now('%Y-%m-%d') }}").render([USER])
     assert before <= datetime.date.fromisoformat(rendered) <= datetime.date.today()
@@ -138,7 +138,7 @@ def test_a_template_that_does_not_compile_is_an_error_only_when_used():
         "{% include 'file' %}",
     ],
 )
-def test_what_the_sandbox_forbids_and_what_fails_is_one_kind_of_error(expression):
+def test_sandbox_violations_and_failures_raise_one_kind_of_error(expression):
     messages = [dict(USER)]
     # jinja2 gives an undefined value for a forbidden attribute: printed, that is nothing.
     try:

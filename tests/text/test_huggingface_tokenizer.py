@@ -46,7 +46,7 @@ def tokenizer_of(folder: Path, made: Backend, **config: Any) -> Tokenizer:
     return open_checkpoint(write_model(folder, made, **config)).tokenizer()
 
 
-def test_ids_and_text_are_the_backends(tmp_path):
+def test_ids_and_text_equal_the_backends(tmp_path):
     tokenizer = tokenizer_of(tmp_path, backend(), eos_token="<|end|>")
     ids = tokenizer.encode("hello world<|end|>é")
     assert ids == backend().encode("hello world<|end|>é").ids
@@ -55,7 +55,7 @@ def test_ids_and_text_are_the_backends(tmp_path):
     assert tokenizer.eos_token_ids == (0,)
 
 
-def test_generation_defaults_say_which_ids_end_an_answer(tmp_path):
+def test_generation_config_gives_the_eos_ids(tmp_path):
     write_model(tmp_path, backend(), eos_token="<|end|>")
     write_json(tmp_path / "generation_config.json", {"eos_token_id": [5, 0], "bos_token_id": 3})
     tokenizer = open_checkpoint(tmp_path).tokenizer()
@@ -180,7 +180,7 @@ def test_of_several_templates_the_default_is_used(tmp_path):
     assert tokenizer.encode_chat(MESSAGES)[0] == 1
 
 
-def test_a_directory_without_tokenizer_opens_and_says_so_when_asked(tmp_path):
+def test_directory_without_tokenizer_opens_and_fails_only_on_use(tmp_path):
     write_model(tmp_path, backend())
     (tmp_path / "tokenizer.json").unlink()
     checkpoint = open_checkpoint(tmp_path)
@@ -196,7 +196,7 @@ def test_a_damaged_tokenizer_file_is_refused(content, tmp_path):
         open_checkpoint(tmp_path).tokenizer()
 
 
-def test_a_decoder_that_cannot_be_streamed_is_refused_with_what_can(tmp_path):
+def test_decoder_that_cannot_be_streamed_is_refused_and_alternatives_named(tmp_path):
     made = backend()
     made.decoder = decoders.CTC()
     with pytest.raises(CheckpointError, match=r"CTC.*not supported \(byte-level"):

@@ -143,7 +143,7 @@ def put(name: str, content: bytes) -> Callable[[Path], None]:
         ("model_bpe", {}, put("added_tokens.json", b'{"x": "y"}'), "not an object of token ids"),
     ],
 )
-def test_what_is_wrong_is_said(name, config, change, message, tmp_path):
+def test_faulty_files_are_refused_with_the_reason(name, config, change, message, tmp_path):
     folder = changed(name, tmp_path, **config)
     if change is not None:
         change(folder)
