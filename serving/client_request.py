@@ -65,7 +65,7 @@ class EmbedOptions(TypedDict, total=False):
 class ClientTls:
     """PEM files for an encrypted connection."""
 
-    root: str | Path | None = None  # of the server's certificate; None: gRPC's own list
+    root: str | Path | None = None  # the authority of the server's certificate; None: gRPC's list
     certificate: str | Path | None = None  # with `key`: the client's own, for mutual TLS
     key: str | Path | None = None
 

@@ -27,7 +27,9 @@ class LimitsConfig:
     max_body_bytes: int = at_least(1, 2**20)  # HTTP body or gRPC message
     max_nesting: int = at_least(1, 32)  # nesting depth of a JSON body
     timeout_s: float = at_least(1e-3, 600.0)  # default and maximum of a request's timeout
-    send_timeout_s: float = at_least(0, 60.0)  # of a client that reads no byte; 0: none
+    send_timeout_s: float = at_least(
+        0, 60.0
+    )  # a client that reads nothing for this time is cut off; 0: never
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +52,7 @@ class ServingConfig:
     http_port: int | None = at_least(0, 8000, at_most=65535)
     grpc_port: int | None = at_least(0, 9000, at_most=65535)
     limits: LimitsConfig = LimitsConfig()
-    tls: TlsConfig = TlsConfig()  # of HTTP and gRPC
+    tls: TlsConfig = TlsConfig()  # for HTTP and gRPC
     api_keys_file: str | None = None  # `name:key` or a key a line; None: open to everybody
     model_name: str | None = None  # as clients name the model; None: the checkpoint's
     cors_origins: tuple[str, ...] = ()  # web origins that may call

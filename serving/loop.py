@@ -79,7 +79,7 @@ class EngineLoop:
         self._observers = Observers(observers)
         self._on_fatal = on_fatal
         self._quota = AdmissionQuota(engine, self.limits)
-        self._num_waiting_tokens = 0  # of prompts without a first token
+        self._num_waiting_tokens = 0  # the prompt tokens of requests without a first token
         self._streams: dict[str, Stream] = {}
         self._ids = itertools.count()
         self._is_idle = asyncio.Event()

@@ -29,7 +29,7 @@ class Stream:
         self.id = request_id
         self.request = request
         self.prompt_token_ids = prompt_token_ids
-        self.submitted_at = submitted_at  # by the monotonic clock
+        self.submitted_at = submitted_at  # monotonic time
         self.deadline = submitted_at  # set by the loop when it accepts the request
         self.usage = Usage(len(prompt_token_ids))
         self.timing = Timing()
@@ -37,7 +37,7 @@ class Stream:
         self.error: ServiceError | None = None
         self.num_unfinished = request.params.n
         self._on_cancel = on_cancel
-        self._unread: dict[int, list[Delta]] = {}  # by sample
+        self._unread: dict[int, list[Delta]] = {}  # keyed by sample
         self._num_unread = 0  # tokens
         self._wake = asyncio.Event()
         self.timer: asyncio.TimerHandle | None = None  # the loop's, of the deadline

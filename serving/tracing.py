@@ -24,7 +24,7 @@ from jaxinfer.serving.request_log import MAX_NAME
 from jaxinfer.serving.stream import Stream
 
 NANOSECONDS = 1_000_000_000
-EXPORT_S = 3.0  # for a batch, including retries
+EXPORT_S = 3.0  # limit for exporting a batch, including retries
 
 
 class Tracing:

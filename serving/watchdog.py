@@ -18,7 +18,7 @@ from collections.abc import Callable
 from jaxinfer.serving.loop import EngineLoop
 
 COMPILE_STEP_S = 1800.0  # limit of a step that may compile
-CHECKS_PER_LIMIT = 20  # in the time of a limit, and at least one a second
+CHECKS_PER_LIMIT = 20  # at least one a second
 
 
 class Watchdog:

@@ -64,7 +64,7 @@ class TextEvents(Generic[T]):
         """`text_chunk(index, text)` is the chunk that brings text alone to a choice."""
         self._encode = encode
         self._text_chunk = text_chunk
-        self._templates: dict[int, JsonTemplate] = {}  # by choice
+        self._templates: dict[int, JsonTemplate] = {}  # keyed by choice
 
     def chunk(self, chunk: T) -> bytes:
         return event(self._encode(chunk))
