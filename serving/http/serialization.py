@@ -2,7 +2,7 @@
 
 A chunk that brings nothing but text is the common case of a stream. All such chunks of one choice
 differ in that text alone, so the chunk is encoded once, around a marker, and the text of each token
-is put in the marker's place: 0.4 us instead of 2.6 us for an event.
+is put in the marker's place, in a third of the time of encoding the whole chunk.
 """
 
 from __future__ import annotations
