@@ -32,7 +32,7 @@ def refusal(body: bytes, max_nesting: int = 8) -> str:
         (b"1", "a JSON number"),
         (b'{"a": NaN}', "NaN is not"),
         (b'{"a": -Infinity}', "-Infinity is not"),
-        (b'{"a": 1, "b": {"c": 1, "c": 2}}', "the key 'c' is there twice"),
+        (b'{"a": 1, "b": {"c": 1, "c": 2}}', "the key 'c' occurs twice"),
         (b'{"a": "\xff"}', "not UTF-8"),
         ("{}".encode("utf-16"), "not UTF-8"),
         (b"\xef\xbb\xbf{}", "not valid JSON"),
