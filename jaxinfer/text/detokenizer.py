@@ -1,8 +1,8 @@
-"""Token ids to text while they arrive, and the watch for stop strings.
+"""Incremental detokenization and the search for stop strings.
 
-Three small state machines; each does work in proportion to what is pushed, never to what went
-before. `IncrementalDetokenizer` turns ids into text at whole characters, `StopStringMatcher`
-holds back text that a stop string might begin with, `TextStream` is the two in series.
+Three small state machines, whose work is proportional to what is pushed, not to the text so far.
+`IncrementalDetokenizer` turns ids into text at whole characters, `StopStringMatcher` holds back
+text that may begin a stop string, and `TextStream` is the two in series.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class IncrementalDetokenizer:
         self._needs_bytes = self._is_first
 
     def push(self, token_id: int) -> str:
-        """The text that became certain with this token, often empty."""
+        """Return the text completed by this token, often empty."""
         if not self._needs_bytes and 0 <= token_id < len(self._texts):
             text = self._texts[token_id]
             if text is not None:
@@ -47,7 +47,7 @@ class IncrementalDetokenizer:
         return text
 
     def finish(self) -> str:
-        """U+FFFD for a character that never became complete, else nothing; then starts over."""
+        """Return U+FFFD for an incomplete last character, else ""; then reset."""
         tail = self._utf8.decode(b"", final=True)
         self._utf8.reset()
         self._is_first = self._needs_bytes = self._tokenizer.first_differs
@@ -55,7 +55,7 @@ class IncrementalDetokenizer:
 
 
 class TextDelta(NamedTuple):
-    """Text to send on, and the stop string that ended the output with it, if one did."""
+    """Text to emit, and the stop string that ended the output with it, if any."""
 
     text: str
     stop: str | None = None
@@ -125,9 +125,9 @@ class StopStringMatcher:
         return self._matched is not None
 
     def push(self, text: str) -> TextDelta:
-        """The text that is now certain to be output; `stop` is set when the output ends here.
+        """Return the text that can be emitted now; `stop` is set if the output ends here.
 
-        `ValueError` if a stop string was matched before: the output has ended.
+        Raises `ValueError` after a stop string has matched: the output has ended.
         """
         if self._matched is not None:
             raise ValueError(f"text after the stop string {self._matched!r}: the output has ended")
@@ -147,7 +147,7 @@ class StopStringMatcher:
         return TextDelta(seen[:certain])
 
     def finish(self) -> str:
-        """The text still held back, now that no stop string can complete."""
+        """Return the text still held back, once no more text follows."""
         held, self._held, self._state = self._held, "", 0
         return held
 
@@ -184,7 +184,7 @@ class TextStream:
         return self._matcher.push(text) if self._watches and is_watched else TextDelta(text)
 
     def finish(self) -> TextDelta:
-        """All that was held back, once the tokens have ended for another reason than a stop."""
+        """Return the text still held back, once the tokens have ended without a stop string."""
         delta = self._matcher.push(self._detokenizer.finish())
         if delta.stop is not None:
             return delta
