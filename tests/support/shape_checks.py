@@ -14,7 +14,8 @@ import sys
 from jaxtyping import install_import_hook
 
 CHECKED = (
-    "embedding",
+    "embedding.pooling",
+    "embedding.sentences",
     "execution.forward",
     "execution.kv_cache",
     "kernels",
