@@ -28,7 +28,7 @@ from jaxinfer.models.encoder import EncoderConfig
 from jaxinfer.models.functional import FunctionalModel, Weights
 from jaxinfer.options import ConfigError
 from jaxinfer.parallel.hosts.peers import ALONE, Peers
-from jaxinfer.parallel.replicas import engine_over
+from jaxinfer.parallel.replicas import make_engine
 from jaxinfer.parallel.sharded_model import ShardedModel, sharded_replicas
 from jaxinfer.sharding.mesh import format_mesh
 from jaxinfer.text.tokenizer import Tokenizer
@@ -44,12 +44,12 @@ def need_engine(loaded: EngineLike) -> EngineLike:
     return loaded
 
 
-def about_weights(loaded: EngineLike) -> str:
+def describe_weights(loaded: EngineLike) -> str:
     """For a plan: how many parameters, their bytes, and how many of them are quantized."""
     return summarize_weights(loaded.model, loaded.weights)
 
 
-def about_mesh(loaded: EngineLike) -> str:
+def describe_mesh(loaded: EngineLike) -> str:
     """For a plan: the devices and what each holds of the weights; empty for one device."""
     mesh = loaded.config.mesh
     if mesh.num_devices == 1:
@@ -61,7 +61,7 @@ def about_mesh(loaded: EngineLike) -> str:
     )
 
 
-def about_cache(loaded: EngineLike) -> str:
+def describe_cache(loaded: EngineLike) -> str:
     """For a plan: pages, tokens and bytes, where they lie, and what their number comes from."""
     replicas = loaded.replicas
     memory = replicas[0].runner.memory
@@ -181,7 +181,7 @@ def _engine(
     eos_token_ids = checkpoint.generation.eos_token_ids or (
         tokenizer.eos_token_ids if tokenizer is not None else ()
     )
-    return engine_over(
+    return make_engine(
         cast("list[ShardedModel]", models),
         weights,
         config,

@@ -1,7 +1,7 @@
 """The engine's configuration: frozen dataclasses, TOML presets, `key.path=value` overrides.
 
-Every field is honoured or refused; an unknown key, a wrong type or a value out of range is an error
-that lists all of them at once. A change is `dataclasses.replace`: a new object.
+Every field is honoured or refused. Unknown keys, wrong types and values out of range are listed in
+one error. Change a config with `dataclasses.replace`, which makes a new object.
 """
 
 from __future__ import annotations
@@ -30,21 +30,24 @@ from jaxinfer.sharding.mesh import AXES
 
 @dataclasses.dataclass(frozen=True)
 class CacheConfig:
-    """The paged KV cache. Its number of pages is `num_pages` or fits `memory_bytes`; with neither,
-    what the device has left, or on a CPU `memory_fraction` of the host's free memory."""
+    """The paged KV cache. It has `num_pages` pages, or as many as fit `memory_bytes`.
+
+    With neither, pages take `memory_fraction` of the free memory: of what weights and a step's
+    temporaries leave on an accelerator (0.9 unless set), of the host's on a CPU (0.2 unless set).
+    """
 
     page_size: int = at_least(1, 64)  # tokens a page
     num_pages: int | None = at_least(1, None)
     memory_bytes: int | None = at_least(1, None)
-    memory_fraction: float = at_least(0, 0.2, at_most=1)
+    memory_fraction: float | None = at_least(0, None, at_most=1)
     prefix_cache: bool = True
     dtype: Literal["model", "float32", "bfloat16", "float16", "int8", "float8_e4m3fn"] = "model"
 
 
 @dataclasses.dataclass(frozen=True)
 class SchedulerConfig:
-    """Who runs when. `max_num_batched_tokens` is a step's budget over all rows: prompts are cut to
-    it."""
+    """Which requests a step runs. `max_num_batched_tokens` is a step's budget over all rows; longer
+    prompts are computed in chunks."""
 
     policy: Literal["first_come", "priority", "static"] = "first_come"
     max_num_batched_tokens: int = at_least(1, 512)
@@ -53,8 +56,8 @@ class SchedulerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """How many devices work together, and how (`sharding/mesh.py`): their number is the product of
-    the five sizes. `whole` names logical axes that are not split (`sharding/rules.py`)."""
+    """How devices share the work (`sharding/mesh.py`). Their number is the product of the five
+    sizes. `whole` names logical axes that are not split (`sharding/rules.py`)."""
 
     data: int = at_least(1, 1)  # replicas of the engine
     pipe: int = at_least(1, 1)  # stages of the layers
@@ -63,7 +66,7 @@ class MeshConfig:
     tensor: int = at_least(1, 1)
     whole: tuple[str, ...] = ()
     all_reduce: Literal["exact", "int8"] = "exact"  # of a layer's products; int8: rounded, faster
-    overlap: bool = False  # a layer's products in parts, each summed beside the next one
+    overlap: bool = False  # make a layer's products in parts, and sum one while making the next
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -83,18 +86,18 @@ class EngineConfig:
     mesh: MeshConfig = MeshConfig()
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # weights and activations
     load_format: Literal["auto", "random"] = "auto"  # random: any weights, drawn from the seed
-    # Of a quantized checkpoint: kept as they are stored, or made numbers of dtype. auto: packed,
-    # but not on a CPU, where a token of the demo model takes 141 ms packed and 20 ms dequantized.
+    # A quantized checkpoint's weights stay packed, as stored, or become numbers of `dtype`. auto:
+    # dequantized on a CPU, where a token of the demo model takes 20 ms so and 141 ms packed.
     weights: Literal["auto", "packed", "dequantized"] = "auto"
-    # Products' weights that the checkpoint has not quantized; w8a8: activations too,
-    # but for those of experts.
+    # Quantize the products' weights that the checkpoint has not quantized. w8a8: activations too,
+    # except those of experts.
     quantize: Literal["int8", "int4", "float8", "int8_w8a8", "float8_w8a8"] | None = None
     max_model_len: int | None = at_least(2, None)  # prompt + output; None: the model's
-    seed: int = at_least(0, 0)  # requests without a seed of their own get one drawn from this
+    seed: int = at_least(0, 0)  # the seeds of requests that bring none are drawn from it
     overlap: bool = True  # plan and dispatch step N+1 before reading step N
-    batch_invariant: bool = False  # bit-equal results whatever shares the batch; slower
+    batch_invariant: bool = False  # results are bit-equal whatever shares the batch; slower
     min_bucket: int = at_least(1, 1)  # smallest number of tokens a step is compiled for
-    bucket_growth: int = at_least(2, 2)  # ratio of one bucket to the next
+    bucket_growth: int = at_least(2, 2)  # the next bucket is so many times larger
     warm_up: bool = True  # compile every bucket before the first request
     check_every_step: bool = False  # assert the page and slot laws after each step
     attention_backend: str | None = None  # force a kernel backend by name; None: the best that fits
@@ -108,8 +111,7 @@ class EngineConfig:
         if fits(self.min_bucket, int) and fits(budget, int) and self.min_bucket > budget:
             problems.append(
                 f"min_bucket is {self.min_bucket}; it must be at most "
-                f"scheduler.max_num_batched_tokens "
-                f"({budget})"
+                f"scheduler.max_num_batched_tokens ({budget})"
             )
         if self.batch_invariant and getattr(self.mesh, "seq", 1) != 1:
             problems.append(
@@ -131,12 +133,12 @@ class EngineConfig:
 
     @property
     def buckets(self) -> tuple[int, ...]:
-        """The numbers of tokens a step is compiled for: powers up to the budget, and the budget."""
+        """The numbers of tokens that steps are compiled for: powers up to the budget, and it."""
         # Batch invariance needs whole tiles: fewer tokens would take another path through XLA.
         unit = INVARIANT_TILE if self.batch_invariant else 1
         largest = -(-self.scheduler.max_num_batched_tokens // unit) * unit
         if self.mesh.pipe > 1 and self.mesh.seq > 1 and largest > zigzag.MAX_UNSPLIT_TOKENS:
-            return (largest,)  # tokens between two stages lie as their own step split them
+            return (largest,)  # a stage must split tokens as the one before it did
         sizes, size = [], -(-self.min_bucket // unit) * unit
         while size < largest:
             sizes.append(size)

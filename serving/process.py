@@ -34,8 +34,8 @@ from typing import Any, NoReturn, TypeVar
 from absl import logging
 
 from jaxinfer import ConfigError, EngineConfig, EngineLike
-from jaxinfer.build import about_cache, about_mesh, about_weights, load_model
-from jaxinfer.execution.host_tuning import calm_collector, compute_behind_serving
+from jaxinfer.build import describe_cache, describe_mesh, describe_weights, load_model
+from jaxinfer.execution.host_tuning import lower_compute_priority, tune_gc
 from jaxinfer.loading.checkpoint import GenerationDefaults
 from jaxinfer.parallel.hosts import ALONE, HostsError, Peers
 from jaxinfer.serving.auth import ApiKeys
@@ -154,8 +154,8 @@ class _Server:
         )
         service = Service(engine, loop, generation=generation, model_name=config.model_name)
         self._metrics.watch(loop, service.model.name)
-        calm_collector()
-        compute_behind_serving()
+        tune_gc()
+        lower_compute_priority()
         loop.start()
         self._watchdog = Watchdog(loop, config.watchdog_s, self._on_watchdog)
         self._watchdog.start()
@@ -341,14 +341,14 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 def _describe_engine(engine: EngineLike) -> str:
     model = engine.model
-    about = f"{engine.name}: {about_weights(engine)}; computed as {model.numerics.dtype.name}"
+    about = f"{engine.name}: {describe_weights(engine)}; computed as {model.numerics.dtype.name}"
     if not engine.can_generate:
         return (
             f"{about}, vectors of {engine.embedding_dim} numbers, texts of up to "
             f"{engine.max_model_len} tokens, {engine.num_programs} programs; compiling"
         )
     most = f"up to {engine.config.max_running} requests at once"
-    parts = [about, about_mesh(engine), about_cache(engine), most, "compiling"]
+    parts = [about, describe_mesh(engine), describe_cache(engine), most, "compiling"]
     return "; ".join(part for part in parts if part)
 
 

@@ -94,8 +94,8 @@ def min_overlapped_tokens(n: int, *, is_array: bool, in_order: bool) -> float:
     Infinity means never. `is_array` is False for a quantized weight.
     """
     if is_array and platform() != "gpu":
-        return 1
-    return math.inf if in_order else n * MIN_TOKENS_PER_PART
+        return 1.0
+    return math.inf if in_order else float(n * MIN_TOKENS_PER_PART)
 
 
 def product_by_outputs(

@@ -18,7 +18,7 @@ import sys
 from absl import flags
 
 from jaxinfer import LLM, CheckpointError, ConfigError, InvalidRequestError, load_config
-from jaxinfer.build import about_weights, need_embedder
+from jaxinfer.build import describe_weights, need_embedder
 from jaxinfer.cli.json_strings import read_json_strings
 from jaxinfer.embedding.embedder import Embedder
 from jaxinfer.embedding.sentences import encode_texts
@@ -55,7 +55,7 @@ HELP = {
 
 def print_plan(embedder: Embedder) -> None:
     """Print what will run, before its programs are compiled."""
-    print(f"{embedder.name}: {about_weights(embedder)}", file=sys.stderr)
+    print(f"{embedder.name}: {describe_weights(embedder)}", file=sys.stderr)
 
 
 def run() -> int:

@@ -34,7 +34,7 @@ from jaxinfer import (
     SamplingParams,
     load_config,
 )
-from jaxinfer.build import about_cache, about_mesh, about_weights, need_engine
+from jaxinfer.build import describe_cache, describe_mesh, describe_weights, need_engine
 from jaxinfer.cli import host_flags
 from jaxinfer.cli.host_flags import follow_process_0, process_group
 from jaxinfer.cli.json_strings import read_json_strings
@@ -148,9 +148,9 @@ def print_plan(engine: EngineLike) -> None:
     model, config = engine.model, engine.config
     lines = {
         "model": f"{engine.name} ({model.family.name}), computed as {model.numerics.dtype.name}",
-        "weights": about_weights(engine),
-        "mesh": about_mesh(engine),
-        "cache": about_cache(engine),
+        "weights": describe_weights(engine),
+        "mesh": describe_mesh(engine),
+        "cache": describe_cache(engine),
         "context": f"{engine.max_model_len:,} tokens; up to {config.max_running} requests at once",
         "step": f"at most {config.scheduler.max_num_batched_tokens} tokens, compiled for "
         + ", ".join(map(str, config.buckets)),

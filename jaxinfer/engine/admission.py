@@ -118,7 +118,7 @@ class Limits(NamedTuple):
         return tuple(sequences)
 
 
-def context_len(asked: int | None, model: FunctionalModel) -> int:
+def resolve_max_model_len(asked: int | None, model: FunctionalModel) -> int:
     """Tokens of a context. `ConfigError` past the end of a table of positions; where positions are
     computed, longer ones are possible, and a warning says what they are."""
     most = model.config.max_len

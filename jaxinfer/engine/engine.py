@@ -20,7 +20,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxinfer.config import EngineConfig
-from jaxinfer.engine.admission import Admissible, Limits, check_ids, check_priority, context_len
+from jaxinfer.engine.admission import (
+    Admissible,
+    Limits,
+    check_ids,
+    check_priority,
+    resolve_max_model_len,
+)
 from jaxinfer.engine.outputs import OutputProcessor, Update
 from jaxinfer.engine.pages import PagePool, root_key
 from jaxinfer.engine.policies import POLICIES
@@ -95,7 +101,7 @@ class Engine:
         self.tokenizer = tokenizer
         # Some checkpoints name ids past the embedding: those are never sampled.
         self.eos_token_ids = frozenset(i for i in eos_token_ids if 0 <= i < model.config.vocab_size)
-        self.max_model_len = context_len(config.max_model_len, model)
+        self.max_model_len = resolve_max_model_len(config.max_model_len, model)
         forward = forward_for(sharded, config.cache.page_size)
         self.runner = Runner(forward, weights, config, self.max_model_len)
         self.pool = PagePool(

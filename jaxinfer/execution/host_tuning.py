@@ -14,7 +14,7 @@ YOUNG_OBJECTS = 50_000  # allocated net of freed, before the young generation is
 COMPUTE_NICENESS = 5  # a third of the weight of a thread that is not nice
 
 
-def calm_collector() -> None:
+def tune_gc() -> None:
     """Collect garbage seldom, and never look again at what exists now.
 
     A step of many rows makes about a thousand small objects and drops them by reference count. By
@@ -27,7 +27,7 @@ def calm_collector() -> None:
     gc.set_threshold(YOUNG_OBJECTS, 20, 20)
 
 
-def compute_behind_serving() -> None:
+def lower_compute_priority() -> None:
     """On a CPU, let the threads that compute yield to those that talk to clients.
 
     XLA keeps every core busy for a whole step; without this, what a client waits for (a refusal, a

@@ -1,4 +1,4 @@
-"""The memory plan: how many pages fit beside the weights and the step's temporaries."""
+"""The memory plan: how many pages fit into what the weights and a step's temporaries leave."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ from typing import Any
 
 from jaxinfer.config import CacheConfig
 from jaxinfer.options import ConfigError
+
+# The share of the free memory that pages take unless `cache.memory_fraction` is set. A tenth of an
+# accelerator's is left for fragmentation; a CPU's memory serves other programs too.
+DEVICE_FRACTION = 0.9
+HOST_FRACTION = 0.2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,18 +38,18 @@ class MemoryPlan:
 
 
 def device_limit(device: Any) -> int | None:
-    """Bytes of memory that the device's allocator may hand out; None where it does not say."""
+    """Bytes that the device's allocator may hand out, or None if it does not say."""
     stats = device.memory_stats()
     return int(stats["bytes_limit"]) if stats and stats.get("bytes_limit") else None
 
 
-def bytes_on_a_device(array: Any) -> int:
-    """Of an array, or of a shape that says how it lies: what each device of it holds."""
+def bytes_per_device(array: Any) -> int:
+    """The bytes that each device holds of an array, or of an abstract one with a sharding."""
     return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
 
 
 def free_host_bytes() -> int:
-    """Memory the operating system can give to this process without swapping."""
+    """The memory that the operating system can give to this process without swapping."""
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
             for line in lines:
@@ -73,27 +78,30 @@ def plan_pages(
 ) -> MemoryPlan:
     """Decide the number of pages.
 
-    Explicit `num_pages` or `memory_bytes` win; else, on a device with a `limit`, what is left of it
-    after weights and temporaries, times (1 - a tenth held back for fragmentation); else
-    `memory_fraction` of the host's free memory, which `num_on_host` devices share. Never more than
-    `max_tokens` can use (all rows at full length). Raises `ConfigError` if not even `min_tokens`
-    tokens (one short request) fit.
+    `cache.num_pages` or `cache.memory_bytes` decide if they are set. Otherwise pages take
+    `cache.memory_fraction` of what weights and temporaries leave of a device's `limit`, or of the
+    host's free memory, which `num_on_host` devices share. There are at most the pages that
+    `max_tokens` tokens (all rows at full length) can fill. Raises `ConfigError` if `min_tokens`
+    tokens (one short request) do not fit.
     """
-    most = -(-max_tokens // cache.page_size)
+    max_pages = -(-max_tokens // cache.page_size)
+    fraction = cache.memory_fraction
     if cache.num_pages is not None:
         num_pages, source = cache.num_pages, "cache.num_pages"
     elif cache.memory_bytes is not None:
         num_pages, source = cache.memory_bytes // page_bytes, "cache.memory_bytes"
     elif limit is not None:
         left = max(0, limit - weight_bytes - temporary_bytes)
-        num_pages = int(left * 0.9) // page_bytes
-        source = f"90 % of what weights and temporaries leave of {limit:,} bytes"
+        fraction = DEVICE_FRACTION if fraction is None else fraction
+        num_pages = int(left * fraction) // page_bytes
+        source = f"{fraction * 100:g} % of what weights and temporaries leave of {limit:,} bytes"
     else:
         free = free_host_bytes()
-        num_pages = int(free * cache.memory_fraction / num_on_host) // page_bytes
-        source = f"{cache.memory_fraction:.0%} of the host's {free:,} free bytes"
-    if cache.num_pages is None and cache.memory_bytes is None and num_pages >= most:
-        num_pages, source = most, f"as many as requests can fill, {max_tokens:,} tokens"
+        fraction = HOST_FRACTION if fraction is None else fraction
+        num_pages = int(free * fraction / num_on_host) // page_bytes
+        source = f"{fraction:.0%} of the host's {free:,} free bytes"
+    if cache.num_pages is None and cache.memory_bytes is None and num_pages >= max_pages:
+        num_pages, source = max_pages, f"as many as requests can fill, {max_tokens:,} tokens"
     if num_pages * cache.page_size < min_tokens:
         raise ConfigError(
             f"the cache would hold {max(num_pages, 0)} pages of {cache.page_size} tokens "

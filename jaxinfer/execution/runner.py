@@ -24,7 +24,7 @@ from jaxinfer.execution.agreement import agree_on_memory
 from jaxinfer.execution.batch import StepShape, build, packed_size
 from jaxinfer.execution.compile import compile_program, compile_programs
 from jaxinfer.execution.forward import Forward
-from jaxinfer.execution.memory import MemoryPlan, bytes_on_a_device, device_limit, plan_pages
+from jaxinfer.execution.memory import MemoryPlan, bytes_per_device, device_limit, plan_pages
 from jaxinfer.execution.programs import Admission, packed_admission
 from jaxinfer.execution.state import EngineState, Program, StateSizes, initial_parts
 from jaxinfer.execution.step import StepOutput
@@ -200,7 +200,7 @@ class Runner:
         limit = device_limit(jax.local_devices()[0] if mesh is None else mesh.local_devices[0])
         return plan_pages(
             cache,
-            weight_bytes=sum(map(bytes_on_a_device, jax.tree.leaves(self.weights))),
+            weight_bytes=sum(map(bytes_per_device, jax.tree.leaves(self.weights))),
             temporary_bytes=0 if limit is None else self._temporary_bytes(),
             page_bytes=self.program.page_bytes,
             min_tokens=2,

@@ -261,7 +261,7 @@ def _due(begun: list[Engine]) -> list[Engine]:
     return ready or sorted(begun, key=lambda engine: engine.num_awaited)[:1]
 
 
-def engine_over(
+def make_engine(
     models: Sequence[ShardedModel], weights: Weights, config: EngineConfig, **named: Any
 ) -> EngineLike:
     """An engine on each model's mesh, as one. `weights` lie on the first one's, and are copied from

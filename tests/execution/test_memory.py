@@ -58,6 +58,19 @@ def test_a_host_gives_a_fraction_of_its_free_memory(host_of_10_000_bytes):
         assert f"{fraction:.0%}" in found.source and "10,000" in found.source
 
 
+@pytest.mark.parametrize(("fraction", "num_pages"), [(None, 90), (0.5, 50), (1.0, 100), (0, 0)])
+def test_memory_fraction_is_a_share_of_what_an_accelerator_has_left(fraction, num_pages):
+    cache = CacheConfig(page_size=4, memory_fraction=fraction)
+    figures = {"limit": 11_500, "weight_bytes": 1_000, "temporary_bytes": 500, "page_bytes": 100}
+    if not num_pages:
+        with pytest.raises(ConfigError, match=r"\(0 % of what weights and temporaries leave"):
+            plan(cache, **figures)
+        return
+    found = plan(cache, **figures)
+    assert found.num_pages == num_pages
+    assert found.source.startswith(f"{(fraction or 0.9) * 100:g} % of what weights")
+
+
 @pytest.mark.parametrize("limit", [None, 11_500])
 def test_no_more_pages_than_all_rows_at_full_length_can_use(host_of_10_000_bytes, limit):
     cache = CacheConfig(page_size=4)

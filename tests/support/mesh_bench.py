@@ -14,7 +14,7 @@ from jaxinfer.loading.splitting import place_weights
 from jaxinfer.models import HF_FAMILIES
 from jaxinfer.models.functional import FunctionalModel
 from jaxinfer.nn.layers import Numerics
-from jaxinfer.parallel.replicas import engine_over
+from jaxinfer.parallel.replicas import make_engine
 from jaxinfer.parallel.sharded_model import sharded_replicas
 from jaxinfer.sharding.mesh import AXES
 
@@ -145,7 +145,7 @@ def served(engine: Any, work: list[tuple[list[int], SamplingParams]]) -> list[An
 
 def engine_for(model: FunctionalModel, weights: Any, config: EngineConfig) -> Any:
     models = sharded_replicas(model, config)
-    return engine_over(models, place_weights(models[0], weights), config)
+    return make_engine(models, place_weights(models[0], weights), config)
 
 
 def weights_of(model: FunctionalModel) -> Any:

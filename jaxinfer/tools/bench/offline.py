@@ -46,7 +46,7 @@ import numpy as np
 from absl import app, flags
 
 from jaxinfer import LLM, load_config
-from jaxinfer.execution.host_tuning import calm_collector
+from jaxinfer.execution.host_tuning import tune_gc
 from jaxinfer.loading.demo import demo_model_path
 from jaxinfer.tools.bench import engine as bench_engine
 from jaxinfer.tools.bench.report import Measure, OtherLoad, machine, print_table
@@ -192,7 +192,7 @@ def mixed(bench: OfflineBench, num_requests: int = 64) -> list[Measure]:
 def host(bench: OfflineBench, num_rows: int = 256, num_steps: int = 40) -> list[Measure]:
     """The host's work in a step of many decoding rows, with and without streamed text."""
     measures = []
-    calm_collector()  # as the server does
+    tune_gc()  # as the server does
     whole = bench.vocab_size
     for vocab_size, with_text in ((HOST_VOCAB, True), (HOST_VOCAB, False), (whole, True)):
         engine = bench_engine.one_layer_engine(

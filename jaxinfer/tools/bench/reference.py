@@ -15,7 +15,7 @@ from typing import Any
 from absl import app, flags
 
 from jaxinfer import LLM, SamplingParams, load_config
-from jaxinfer.execution.host_tuning import calm_collector
+from jaxinfer.execution.host_tuning import tune_gc
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("model", "demo", "The model to load.")
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> None:
         raise app.UsageError(f"unknown: {argv[1:]}")
     settings = [text for text in FLAGS.set if not text.startswith("serving.")]
     llm = LLM(FLAGS.model, load_config(FLAGS.config, settings), show_progress=False)
-    calm_collector()  # as the server does
+    tune_gc()  # as the server does
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         print(json.dumps({"seconds": answer(llm, json.loads(line))}), flush=True)

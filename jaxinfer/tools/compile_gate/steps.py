@@ -16,7 +16,7 @@ from jaxinfer.config import EngineConfig, MeshConfig, load_config
 from jaxinfer.execution import programs
 from jaxinfer.execution.batch import StepShape, packed_size
 from jaxinfer.execution.compile import compiler_options
-from jaxinfer.execution.memory import MemoryPlan, bytes_on_a_device, plan_pages
+from jaxinfer.execution.memory import MemoryPlan, bytes_per_device, plan_pages
 from jaxinfer.execution.numerics import numerics_for
 from jaxinfer.execution.state import Program, StateSizes
 from jaxinfer.models.functional import FunctionalModel
@@ -66,7 +66,7 @@ class StepProgram:
         # once.
         self.max_model_len = config.max_model_len or model.config.max_len
         self.weights = abstract_weights(self.chip, self.model, config.quantize)
-        self.weight_bytes = sum(map(bytes_on_a_device, jax.tree.leaves(self.weights)))
+        self.weight_bytes = sum(map(bytes_per_device, jax.tree.leaves(self.weights)))
         sizes = StateSizes.of(config, numerics, self.max_model_len)
         with self.chip.in_use():
             forward = forward_for(self.model, sizes.page_size)

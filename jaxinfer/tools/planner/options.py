@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxinfer.config import EngineConfig, from_mapping, load_preset
-from jaxinfer.engine.admission import context_len
+from jaxinfer.engine.admission import resolve_max_model_len
 from jaxinfer.execution.numerics import numerics_for
 from jaxinfer.loading.quantize import RECIPES
 from jaxinfer.models.functional import FunctionalModel
@@ -135,7 +135,9 @@ def engine_config(model: NamedModel, asked: PlanRequest, platform: str = "tpu") 
             raise ValueError(f"--{flag} ({ALSO_SET[flag]}) is {n:,}; plans take at most {most:,}")
     part = model.with_layers(1)  # its lengths are those of the whole model
     one_layer = FunctionalModel(part.family, part.config, numerics_for(config))
-    return dataclasses.replace(config, max_model_len=context_len(config.max_model_len, one_layer))
+    return dataclasses.replace(
+        config, max_model_len=resolve_max_model_len(config.max_model_len, one_layer)
+    )
 
 
 def _stored(model: NamedModel, weights: str, platform: str, chosen: str | None) -> str | None:

@@ -28,7 +28,7 @@ from typing import Any
 
 import jax
 
-from jaxinfer.execution.memory import bytes_on_a_device
+from jaxinfer.execution.memory import bytes_per_device
 from jaxinfer.models.functional import ParameterSpec
 from jaxinfer.nn.quantized import QuantPair, QuantWeight
 from jaxinfer.sharding.zigzag import TokenSplit
@@ -110,7 +110,7 @@ def step_work(program: StepProgram, load: StepLoad) -> StepWork:
     weight_bytes = 0.0
     has_head = any("vocab" in s.axes and s.packs == "matrix" for s in model.parameters)
     for spec, weight in zip(model.parameters, program.weights, strict=True):
-        num_bytes = sum(map(bytes_on_a_device, jax.tree.leaves(weight)))
+        num_bytes = sum(map(bytes_per_device, jax.tree.leaves(weight)))
         part = math.prod(layout.local(spec.shape, spec.array_axes))
         routed = _routed(spec, config)
         if spec.packs == "table" and has_head:
