@@ -28,7 +28,7 @@ class EncoderConfig:
     num_heads: int
     ffn_dim: int
     num_positions: int  # rows of the position table
-    num_token_types: int  # rows of the segment table; 0: there is none
+    num_token_types: int  # rows of the segment table; 0: no table
     norm_eps: float = 1e-12
     activation: str = "gelu"
     first_position: int = 0  # the first token's row of the position table

@@ -105,11 +105,11 @@ def get_activation(config: Mapping[str, Any], *names: str, default: str = "silu"
     return value
 
 
-def refuse_unsupported(config: Mapping[str, Any], **wanted: Any) -> None:
-    """Raise `ValueError` for keys that are neither absent, null nor the `wanted` value."""
+def refuse_unsupported(config: Mapping[str, Any], **supported: Any) -> None:
+    """Raise `ValueError` for keys that are neither absent, null nor the `supported` value."""
     wrong = [
         f"{name} is {config[name]!r}; only {value!r} is supported"
-        for name, value in wanted.items()
+        for name, value in supported.items()
         if config.get(name) not in (None, value)
     ]
     if wrong:

@@ -253,8 +253,8 @@ class Experts(nnx.Module):
         If hidden units are split, it is this device's part of the sum.
         """
         x, sizes = rows
-        place = jnp.arange(len(x), dtype=jnp.int32)[:, None]
-        expert = (jnp.cumsum(sizes) <= place).sum(axis=1, dtype=jnp.int32)  # the expert of each row
+        row = jnp.arange(len(x), dtype=jnp.int32)[:, None]
+        expert = (jnp.cumsum(sizes) <= row).sum(axis=1, dtype=jnp.int32)  # the expert of each row
         product = lambda x, weight: grouped_matmul(x, weight[...], sizes).astype(jnp.float32)
         gate = product(x, self.gate) + _bias(self.gate_bias, expert)
         up = product(x, self.up) + _bias(self.up_bias, expert)

@@ -219,7 +219,7 @@ class LayerNorm(nnx.Module):
 
 
 class NoNorm(nnx.Module):
-    """Takes the place of a norm that a block lacks; `__call__` returns its input times `scale`."""
+    """A replacement for an absent norm; `__call__` returns its input times `scale`."""
 
     def __init__(self, scale: float = 1.0):
         self.scale = scale

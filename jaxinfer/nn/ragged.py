@@ -1,4 +1,4 @@
-"""The ragged batch: what a model's layers are told about the rows and tokens of one step.
+"""The ragged batch: the rows and tokens of one step, as a model's layers use them.
 
 A step runs R rows (requests) of one or more tokens each, laid one after another in T tokens. The
 host sends the rows (`StepRows`); the fields of tokens follow from them (`ragged_batch`).
@@ -40,7 +40,7 @@ class StepRows(NamedTuple):
 class RaggedBatch(NamedTuple):
     """R rows of one or more tokens each, laid one after another in T tokens.
 
-    Padding tokens stand behind `q_start[R]`; padding rows are empty (`kv_len` 0). Where the layout
+    Padding tokens come after `q_start[R]`; padding rows are empty (`kv_len` 0). Where the layout
     splits sequences (`sharding/zigzag.py`), the fields of tokens are one device's, and the fields
     of rows are whole.
     """

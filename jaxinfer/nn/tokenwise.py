@@ -1,8 +1,8 @@
-"""What every token does by itself: at once, or in tiles of tokens in the batch-invariant mode.
+"""Layers that treat each token by itself, and the tiles in which batch-invariant mode runs them.
 
-A block of a decoder is a chain: norm, attention, norm, MLP. Attention over the cache is the one
-link in which tokens meet. `HiddenStates` runs the others at once, or, in the batch-invariant mode,
-collects all those between two attentions and runs them together in one loop over tiles.
+A decoder's block is a chain of layers: norm, attention, norm, MLP. Only attention over the cache
+combines tokens. `HiddenStates` runs the other layers immediately; in batch-invariant mode it
+collects the layers between two attentions and runs them together, in one loop over tiles of tokens.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ Norm = RMSNorm | LayerNorm | NoNorm
 def tokenwise(numerics: Numerics, function: Callable[..., Any], *arrays: Any) -> Any:
     """Return `function(*arrays)`, where axis 0 of all arrays and results is the tokens.
 
-    `function` treats each token by itself. In the batch-invariant mode the tokens pass through it
-    in tiles of `INVARIANT_TILE`: a token's arithmetic is that of one loop body whatever else is in
-    the batch, so its bits are the same.
+    `function` treats each token by itself. In batch-invariant mode the tokens pass through it in
+    tiles of `INVARIANT_TILE`. One loop body computes every token, whatever else is in the batch, so
+    a token's bits are always the same.
     """
     if not numerics.batch_invariant:
         return function(*arrays)
@@ -55,8 +55,8 @@ def tokenwise(numerics: Numerics, function: Callable[..., Any], *arrays: Any) ->
 
     one = jax.eval_shape(lambda: run_tile(0))
     empty = jax.tree.map(lambda x: jnp.zeros((num_tiles, *x.shape), x.dtype), one)
-    # A loop that is known to run once is inlined, and its sums are fused with what surrounds it: a
-    # residual's multiple then rounds otherwise (Granite on a CPU: 5e-7 in a log-probability).
+    # XLA inlines a loop that it knows to run once, and fuses its sums with the surrounding
+    # operations. That changes rounding (Granite on a CPU: 5e-7 in a log-probability).
     count = jax.lax.optimization_barrier(jnp.int32(num_tiles))
     results = jax.lax.fori_loop(0, count, body, empty)
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:T], results)
@@ -69,14 +69,14 @@ def tokenwise(numerics: Numerics, function: Callable[..., Any], *arrays: Any) ->
 )
 @dataclasses.dataclass(frozen=True)
 class HiddenStates:
-    """The tokens of a step between two layers: `x`, which the next layer takes, and the residual
-    stream, to which `x` is added by the next norm, in one pass over memory.
+    """The hidden states between two layers: `x`, the next layer's input, and the residual stream.
 
-    `residual` is None before the first norm. `pending` are the layers that `x` and `residual` have
-    yet to pass; there are some in the batch-invariant mode only, until `computed`.
+    The next norm adds `x` to the residual stream in the same pass over memory. `residual` is None
+    before the first norm. `pending` are functions that are not yet applied to `x` and `residual`;
+    only batch-invariant mode has any, until `computed` is called.
     """
 
-    x: Any  # [T, D], or what stands in its place between the parts of attention
+    x: Any  # [T, D]; within attention, its projections or its output
     residual: Float[Array, "T D"] | None
     numerics: Numerics
     pending: tuple[Callable[[Any, Any], tuple[Any, Any]], ...] = ()
@@ -93,7 +93,7 @@ class HiddenStates:
         return self.then(lambda x, residual: (layer(x), residual))
 
     def add_norm(self, norm: Norm) -> HiddenStates:
-        """Add `x` to the residual stream; `x` is the sum's norm then."""
+        """Add `x` to the residual stream, and replace `x` by the norm of the sum."""
         return self.then(norm.add_norm)
 
     def attend(
@@ -103,9 +103,9 @@ class HiddenStates:
         batch: RaggedBatch,
         pages: KVPages,
     ) -> tuple[HiddenStates, KVPages]:
-        """Pass `x` through attention over the cache; also the pages with the new keys and values.
+        """Pass `x` through attention; also return the pages with the new keys and values.
 
-        Layers before and after it share loops over tiles with its projections.
+        In batch-invariant mode its projections share loops over tiles with the adjacent layers.
         """
         projected = self.apply(attention.project_in).computed()
         attended, pages = attention.attend(*projected.x, angles=angles, batch=batch, pages=pages)
@@ -113,7 +113,7 @@ class HiddenStates:
         return hidden.apply(attention.project_out), pages
 
     def computed(self) -> HiddenStates:
-        """Run what is pending, in one loop over tiles of tokens."""
+        """Apply the pending functions, in one loop over tiles of tokens."""
         if not self.pending:
             return self
 
@@ -126,6 +126,6 @@ class HiddenStates:
         return HiddenStates(x, residual, self.numerics)
 
     def total(self) -> Float[Array, "T D"]:
-        """The residual stream with `x` added to it."""
+        """Return the sum of the residual stream and `x`."""
         hidden = self.computed()
         return hidden.x if hidden.residual is None else hidden.residual + hidden.x

@@ -76,7 +76,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-def of_type(model_type: str) -> dict[str, Any]:
+def config_of_type(model_type: str) -> dict[str, Any]:
     """Return the config.json of a case of this model type, or Llama's with its name."""
     configs = (case.config_json for case in CASES.values())
     found = next((c for c in configs if c["model_type"] == model_type), None)
@@ -84,10 +84,10 @@ def of_type(model_type: str) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in ("rope_scaling",)}
 
 
-@pytest.mark.parametrize(("model_type", "changes", "words"), BAD)
-def test_unsupported_config_value_is_refused_by_key_and_value(model_type, changes, words):
-    with pytest.raises(ValueError, match=words):
-        HF_FAMILIES[model_type].config_from_hf(of_type(model_type) | changes, {})
+@pytest.mark.parametrize(("model_type", "changes", "message"), BAD)
+def test_unsupported_config_value_is_refused_by_key_and_value(model_type, changes, message):
+    with pytest.raises(ValueError, match=message):
+        HF_FAMILIES[model_type].config_from_hf(config_of_type(model_type) | changes, {})
 
 
 def gguf_of(name: str) -> tuple[str, dict[str, Any]]:
@@ -116,7 +116,7 @@ def read_gguf(name: str, changes: dict[str, Any], tensors: dict[str, Any] | None
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "words"),
+    ("name", "changes", "message"),
     [
         ("llama", {"block_count": 10**11}, r"llama\.block_count states 100,000,000,000 layers"),
         ("llama", {"block_count": 0}, r"llama\.block_count is 0; it .* at least 1"),
@@ -132,8 +132,8 @@ def read_gguf(name: str, changes: dict[str, Any], tensors: dict[str, Any] | None
         *[("llama", {f"{part}x": 1}, rf"sets llama\.{part}x") for part in WATCHED_PREFIXES],
     ],
 )
-def test_unsupported_gguf_key_is_refused_by_name(name, changes, words):
-    with pytest.raises(ValueError, match=words.replace("..", ".")):
+def test_unsupported_gguf_key_is_refused_by_name(name, changes, message):
+    with pytest.raises(ValueError, match=message.replace("..", ".")):
         read_gguf(name, changes)
 
 
@@ -222,7 +222,7 @@ def test_expert_names_are_listed_only_if_the_first_exists():
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("make", "message"),
     [
         (lambda: GptConfig("x", 1, 8, 2, 8, 8), "vocab_size is 'x'; it .* at least 1"),  # type: ignore[arg-type]
         (lambda: GptConfig(8, 1, 8, 2, 8, 8, first_position=-1), "first_position is -1.*least 0"),
@@ -232,6 +232,6 @@ def test_expert_names_are_listed_only_if_the_first_exists():
         (lambda: Rope(1e4, 8, Yarn(True, 32)), "factor is True"),
     ],
 )
-def test_invalid_model_config_is_refused_with_its_value(make, words):
-    with pytest.raises(ValueError, match=words):
+def test_invalid_model_config_is_refused_with_its_value(make, message):
+    with pytest.raises(ValueError, match=message):
         make()

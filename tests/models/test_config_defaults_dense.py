@@ -74,7 +74,7 @@ BASE = {
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
+    ("config", "message"),
     [
         ({"model_type": "mistral", "layer_types": ["chunked_attention"] * 2}, "chunked_attention"),
         ({"model_type": "mistral", "layer_types": ["full_attention"]}, "1 entries for 2 layers"),
@@ -101,8 +101,8 @@ BASE = {
         ({"model_type": "mistral3", "text_config": {"model_type": "mamba"}}, "mamba"),
     ],
 )
-def test_unsupported_config_is_refused(config, words):
-    with pytest.raises(ValueError, match=words):
+def test_unsupported_config_is_refused(config, message):
+    with pytest.raises(ValueError, match=message):
         HF_FAMILIES[config["model_type"]].config_from_hf(BASE | config, {})
 
 
@@ -112,7 +112,7 @@ def test_text_model_of_a_mistral_with_images_is_a_mistral(tmp_path):
     tensors = make_tensors(recorded("dense")["mistral"]["shapes"], case.seed)
     folder = write_huggingface(case, tensors, tmp_path / "plain")
     tokens = case.sequences()[1]
-    wanted = running.all_logits(*running.load(folder), tokens)
+    expected = running.all_logits(*running.load(folder), tokens)
     wrapped = dataclasses.replace(
         case, config={"model_type": "mistral3", "text_config": case.config_json}
     )
@@ -121,7 +121,7 @@ def test_text_model_of_a_mistral_with_images_is_a_mistral(tmp_path):
         renamed = {rename(name): values for name, values in tensors.items()}
         renamed["vision_tower.patch_conv.weight"] = np.zeros((2, 2), np.float32)
         folder = write_huggingface(wrapped, renamed, tmp_path / str(number))
-        assert (running.all_logits(*running.load(folder), tokens) == wanted).all()
+        assert (running.all_logits(*running.load(folder), tokens) == expected).all()
     renamed["language_model.surplus"] = np.zeros(2, np.float32)
     folder = write_huggingface(wrapped, renamed, tmp_path / "surplus")
     with pytest.raises(CheckpointError, match=r"language_model\.surplus"):

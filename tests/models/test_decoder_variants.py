@@ -71,7 +71,7 @@ def restarted():
     ],
 )
 def test_longrope_recomputation_is_equal_in_any_schedule(restarted, options):
-    prompts, wanted = restarted
+    prompts, expected = restarted
     engine = running.engine(*_loaded("phi3"), options)
-    assert running.tokens_of(_run(engine, prompts, GREEDY)) == wanted
+    assert running.tokens_of(_run(engine, prompts, GREEDY)) == expected
     assert engine.scheduler.num_preemptions >= len(prompts)

@@ -95,8 +95,8 @@ def test_hidden_states_equal_transformers(name, tmp_path, record_property):
     for tokens, hidden in zip(sequences, found, strict=True):
         with torch.inference_mode():
             mask = torch.ones(1, len(tokens), dtype=torch.long)
-            wanted = reference(torch.tensor([tokens]), attention_mask=mask).last_hidden_state
-        difference = max(difference, float(np.abs(hidden - wanted[0].numpy()).max()))
+            expected = reference(torch.tensor([tokens]), attention_mask=mask).last_hidden_state
+        difference = max(difference, float(np.abs(hidden - expected[0].numpy()).max()))
     record_property("difference", difference)
     assert difference <= TOLERANCE
 
@@ -124,7 +124,7 @@ def test_unused_head_is_refused_by_name(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "said"),
+    ("name", "changes", "message"),
     [
         ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type"),
         ("bert", {"is_decoder": True}, "is_decoder"),
@@ -137,27 +137,27 @@ def test_unused_head_is_refused_by_name(tmp_path):
         ("roberta", {"max_position_embeddings": 2}, "num_positions is 2"),
     ],
 )
-def test_unsupported_config_is_refused_by_name(tmp_path, name, changes, said):
+def test_unsupported_config_is_refused_by_name(tmp_path, name, changes, message):
     folder = write_huggingface(CASES[name], _tensors(name), tmp_path)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | changes))
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=message):
         functional_model(open_checkpoint(folder), Numerics())
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"attention.causal": True}, "causal"),
         ({"attention.head_count": 0}, "head_count"),
         ({"attention.max_alibi_bias": 8.0}, "max_alibi_bias"),
     ],
 )
-def test_unsupported_gguf_file_is_refused_by_name(tmp_path, changes, said):
+def test_unsupported_gguf_file_is_refused_by_name(tmp_path, changes, message):
     form = CASES["bert"].gguf
     assert form is not None
     changed = dataclasses.replace(form, metadata={**form.metadata, **changes})
     case = dataclasses.replace(CASES["bert"], gguf=changed)
     path = write_gguf(case, _tensors("bert"), tmp_path / "model.gguf")
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=message):
         functional_model(open_checkpoint(path), Numerics())

@@ -88,16 +88,16 @@ def test_mxfp4_gpt_oss_equals_its_dequantized_model(mxfp4):
     model, weights = running.load(mxfp4 / "plain")
     checkpoint = open_checkpoint(mxfp4 / "packed")
     dequantized = load_weights(checkpoint, model)
-    for spec, wanted, found in zip(model.parameters, weights, dequantized, strict=True):
-        np.testing.assert_array_equal(found, wanted, spec.path)
+    for spec, expected, found in zip(model.parameters, weights, dequantized, strict=True):
+        np.testing.assert_array_equal(found, expected, spec.path)
     packed = load_weights(checkpoint, functional_model(checkpoint, Numerics()), keep_packed=True)
     experts = [w for w in packed if isinstance(w, QuantArray)]
     assert len(experts) == 3 * model.config.num_layers
-    for wanted, found in zip(weights, packed, strict=True):
+    for expected, found in zip(weights, packed, strict=True):
         if isinstance(found, QuantArray):
-            np.testing.assert_array_equal(dequantize(found), wanted)
-    found, wanted = (running.all_logits(model, w, PROMPTS[1]) for w in (packed, weights))
-    np.testing.assert_allclose(found, wanted, atol=1e-4)
+            np.testing.assert_array_equal(dequantize(found), expected)
+    found, expected = (running.all_logits(model, w, PROMPTS[1]) for w in (packed, weights))
+    np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
 @pytest.mark.parity
@@ -109,11 +109,11 @@ def test_mxfp4_values_equal_transformers():
     rng = np.random.default_rng(0)
     blocks = rng.integers(0, 256, (2, 6, 3, 16), np.uint8)
     scales = rng.integers(100, 140, (2, 6, 3)).astype(np.uint8)
-    wanted = reference.convert_moe_packed_tensors(
+    expected = reference.convert_moe_packed_tensors(
         torch.tensor(blocks), torch.tensor(scales), dtype=torch.float32
     )
     found = read_mxfp4(blocks, scales).dequantize(FLOAT32)
-    np.testing.assert_array_equal(found, wanted.numpy())
+    np.testing.assert_array_equal(found, expected.numpy())
 
 
 @pytest.fixture
@@ -149,9 +149,9 @@ def test_mxfp4_gguf_file_equals_the_dequantized_model(mxfp4, tmp_path, stored_ot
     for keep_packed in (False, True):
         read = load_weights(checkpoint, model, keep_packed=keep_packed)
         assert sum(isinstance(found, QuantArray) for found in read) == 6 * keep_packed
-        for wanted, found in zip(weights, read, strict=True):
+        for expected, found in zip(weights, read, strict=True):
             found = dequantize(found) if isinstance(found, QuantArray) else found
-            np.testing.assert_array_equal(found, wanted)
+            np.testing.assert_array_equal(found, expected)
 
 
 def test_older_gguf_file_with_a_tensor_per_expert_is_read(tmp_path, stored_otherwise):
@@ -165,8 +165,8 @@ def test_older_gguf_file_with_a_tensor_per_expert_is_read(tmp_path, stored_other
     )
     path = write_gguf(CASES["mixtral"], tensors_of("mixtral"), tmp_path / "model.gguf")
     assert "blk.1.ffn_down.5.weight" in open_checkpoint(path).tensors
-    for wanted, found in zip(weights, running.load(path)[1], strict=True):
-        np.testing.assert_array_equal(found, wanted)
+    for expected, found in zip(weights, running.load(path)[1], strict=True):
+        np.testing.assert_array_equal(found, expected)
 
 
 def test_missing_expert_is_named(tmp_path):

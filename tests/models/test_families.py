@@ -58,8 +58,8 @@ def test_every_registered_family_has_cases():
     cases = [
         case for group in (*GROUPS.values(), families_encoders.CASES) for case in group.values()
     ]
-    of_text = {case.config["model_type"] for case in cases} | WRAPPED
-    assert set(map(id, HF_FAMILIES.values())) == {id(HF_FAMILIES[name]) for name in of_text}
+    model_types = {case.config["model_type"] for case in cases} | WRAPPED
+    assert set(map(id, HF_FAMILIES.values())) == {id(HF_FAMILIES[name]) for name in model_types}
     assert {case.gguf.architecture for case in cases if case.gguf} == set(GGUF_FAMILIES)
 
 
@@ -86,9 +86,9 @@ def test_quantized_weights_equal_their_dequantized_arrays(group, name):
     assert sum(isinstance(w, QuantArray) for w in quantized) >= 3 * model.config.num_layers
     dense = tuple(dequantize(w) if isinstance(w, QuantArray) else w for w in quantized)
     [tokens, *_] = GROUPS[group][name].sequences()
-    found, wanted = (running.all_logits(model, w, tokens) for w in (quantized, dense))
-    assert np.abs(found - wanted).max() <= TOLERANCE
-    assert np.abs(wanted - running.all_logits(model, weights, tokens)).max() > TOLERANCE
+    found, expected = (running.all_logits(model, w, tokens) for w in (quantized, dense))
+    assert np.abs(found - expected).max() <= TOLERANCE
+    assert np.abs(expected - running.all_logits(model, weights, tokens)).max() > TOLERANCE
 
 
 @pytest.mark.matrix(by="group")
@@ -110,7 +110,7 @@ def test_logits_and_greedy_tokens_equal_transformers(group, name, tmp_path, reco
     model, weights = _loaded(group, name)
     prompts = [*case.sequences(), case.sequences()[0][:3]]
     with torch.inference_mode():
-        wanted = fresh()(torch.tensor([prompts[1]])).logits[0].numpy()
+        expected = fresh()(torch.tensor([prompts[1]])).logits[0].numpy()
         generated = [
             fresh()
             .generate(
@@ -124,7 +124,7 @@ def test_logits_and_greedy_tokens_equal_transformers(group, name, tmp_path, reco
             for prompt in prompts
         ]
     found = running.all_logits(model, weights, prompts[1])
-    difference = float(np.abs(found - wanted).max())
+    difference = float(np.abs(found - expected).max())
     record_property("difference", difference)
     assert difference <= TOLERANCE
 

@@ -38,8 +38,8 @@ def test_logits_and_greedy_tokens_equal_transformers(name, tmp_path):
     model, weights = running.load(folder)
     prompt = token_sequences(VARIANTS[name])[-1]
     with torch.inference_mode():
-        wanted = reference(torch.tensor([prompt])).logits[0].numpy()
-    assert np.abs(running.all_logits(model, weights, prompt) - wanted).max() <= TOLERANCE
+        expected = reference(torch.tensor([prompt])).logits[0].numpy()
+    assert np.abs(running.all_logits(model, weights, prompt) - expected).max() <= TOLERANCE
 
     # A new reference, since dynamic RoPE remembers the longest sequence it has seen.
     reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

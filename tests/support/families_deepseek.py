@@ -82,10 +82,10 @@ GGUF_V3 = GGUF | {
 
 def _v3_gguf(name: str, values: np.ndarray) -> Tensors:
     if name.endswith("kv_b_proj.weight"):
-        of_heads = values.reshape(4, NOPE_DIM + VALUE_DIM, -1)
+        by_head = values.reshape(4, NOPE_DIM + VALUE_DIM, -1)
         return {
-            name.replace("kv_b_proj", "k_b_proj"): of_heads[:, :NOPE_DIM].swapaxes(1, 2),
-            name.replace("kv_b_proj", "v_b_proj"): of_heads[:, NOPE_DIM:],
+            name.replace("kv_b_proj", "k_b_proj"): by_head[:, :NOPE_DIM].swapaxes(1, 2),
+            name.replace("kv_b_proj", "v_b_proj"): by_head[:, NOPE_DIM:],
         }
     return {name.replace("e_score_correction_bias", "e_score_correction.bias"): values}
 

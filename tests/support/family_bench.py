@@ -73,10 +73,10 @@ class FamilyCase:
 
     def sequences(self) -> list[list[int]]:
         """Return random token ids of `sequence_lens`, without special tokens."""
-        words = np.random.PCG64(1000 + self.seed)
+        generator = np.random.PCG64(1000 + self.seed)
         vocab_size = self.config_json["vocab_size"]
         return [
-            [3 + int(raw >> np.uint64(32)) % (vocab_size - 3) for raw in words.random_raw(n)]
+            [3 + int(raw >> np.uint64(32)) % (vocab_size - 3) for raw in generator.random_raw(n)]
             for n in self.sequence_lens
         ]
 
@@ -163,8 +163,8 @@ def _with_stacked_experts(tensors: Tensors) -> Tensors:
             stacked.setdefault(f"{before}.experts.{rest}", {})[int(number)] = values
         else:
             others[name] = values
-    of_all = {name: np.stack([by[i] for i in range(len(by))]) for name, by in stacked.items()}
-    return others | of_all
+    joined = {name: np.stack([by[i] for i in range(len(by))]) for name, by in stacked.items()}
+    return others | joined
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
