@@ -68,9 +68,9 @@ class WeightTile:
             runs = values.astype(jnp.int32).reshape(-1, self.half, self.columns)
             values = jnp.stack([runs & 15, runs >> 4], axis=1)
         wide = values.astype(jnp.float32).reshape(-1, self.group_rows, self.columns)
-        of_groups = lambda ref: ref[at or ...].astype(jnp.float32)[:, None]
-        zeros = of_groups(refs[2]) if self.has_zeros else self.middle
-        wide = (wide - zeros) * of_groups(refs[1])
+        by_group = lambda ref: ref[at or ...].astype(jnp.float32)[:, None]
+        zeros = by_group(refs[2]) if self.has_zeros else self.middle
+        wide = (wide - zeros) * by_group(refs[1])
         return wide.reshape(self.rows, self.columns).astype(dtype)
 
     def vmem_bytes(self, weight) -> int:

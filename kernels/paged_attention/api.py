@@ -150,8 +150,8 @@ def _token_ends(T: int, rows: RaggedRows):
     row = token_rows(T, rows.q_start)
     is_real = row < rows.kv_len.shape[0]
     row = jnp.where(is_real, row, 0)
-    token = jnp.arange(T, dtype=rows.q_start.dtype)
-    ends = rows.kv_len[row] - (rows.q_start[row + 1] - 1 - token)
+    length, end = rows.kv_len[row], rows.q_start[row + 1]
+    ends = length - (end - 1 - jnp.arange(T, dtype=rows.q_start.dtype))
     return row, jnp.where(is_real, ends, 0)
 
 

@@ -44,12 +44,12 @@ def clear_unread(plan: TpuPagedPlan, r: TpuRefs, slot, item: TpuItem, block) -> 
             token += div(jax.lax.broadcasted_iota(jnp.int32, (rows, lanes), 1), plan.head_dim)
         is_read = (token >= first) & (token < end)
 
-        def of_head(k, _):
+        def clear_head(k, _):
             for block in blocks:
                 x = block[slot, k].astype(jnp.float32)
                 block[slot, k] = jnp.where(is_read, x, 0).astype(block.dtype)
 
-        jax.lax.fori_loop(0, plan.num_kv_heads, of_head, None)
+        jax.lax.fori_loop(0, plan.num_kv_heads, clear_head, None)
 
     guard((first > 0) | (end < plan.block_len), clear)
 
@@ -115,7 +115,7 @@ def attend(plan: TpuPagedPlan, r: TpuRefs, slot, item: TpuItem, block, tokens: i
     """Add one block to the running softmax of every row (arXiv:2205.14135), some rows at a time."""
     num_rows = plan.rows_at_once(tokens)
 
-    def of_rows(i, _):
+    def attend_rows(i, _):
         first = 0 if tokens == 1 else pl.multiple_of(i * num_rows, TOKEN_RUN)
         rows = pl.ds(first, num_rows)
         position = _positions(plan, r, item, tokens, first, num_rows)
@@ -130,7 +130,7 @@ def attend(plan: TpuPagedPlan, r: TpuRefs, slot, item: TpuItem, block, tokens: i
         if plan.window is not None:
             is_seen &= s > position - plan.window
 
-        def of_head(h, _):
+        def attend_head(h, _):
             z = _scores(plan, r, slot, h, rows, copy)
             if r.slopes is not None:
                 slopes = r.slopes[h] if tokens == 1 else r.row_slopes[h, rows]
@@ -142,22 +142,22 @@ def attend(plan: TpuPagedPlan, r: TpuRefs, slot, item: TpuItem, block, tokens: i
             v = r.v[slot, h].astype(plan.compute)
             r.acc[h, rows] += _dot(weight.astype(plan.compute), v, 0)
 
-        jax.lax.fori_loop(0, plan.num_kv_heads, of_head, None)
+        jax.lax.fori_loop(0, plan.num_kv_heads, attend_head, None)
 
-    jax.lax.fori_loop(0, plan.copies * tokens // num_rows, of_rows, None)
+    jax.lax.fori_loop(0, plan.copies * tokens // num_rows, attend_rows, None)
 
 
 def _factors(plan: TpuPagedPlan, factors, slot, h, copy):
     """Return the scales of head h for the columns of a product: [1 or rows, block_rows]."""
 
-    def of_copy(j: int):
+    def factors_of_copy(j: int):
         lanes = slice(j * plan.page_rows, (j + 1) * plan.page_rows)
         pages = [factors[slot, page, pl.ds(h, 1), lanes] for page in range(plan.pages_a_block)]
         return jnp.concatenate(pages, axis=1)
 
-    x = of_copy(0)
+    x = factors_of_copy(0)
     for j in range(1, plan.fold):
-        x = jnp.where(copy == j, of_copy(j), x)
+        x = jnp.where(copy == j, factors_of_copy(j), x)
     return x
 
 
@@ -205,11 +205,11 @@ def store_result(plan: TpuPagedPlan, r: TpuRefs, item: TpuItem, tokens: int) -> 
             heads = jnp.concatenate(sums)[:, :1]  # [N, 1]
             shape = (heads.shape[0], r.lse_tile.shape[3])
             row, lane = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
-            of_lane = jnp.where(row == lane, heads, 0)
-            r.lse_tile[slot, 0] = of_lane.sum(axis=0, keepdims=True)
+            lane_values = jnp.where(row == lane, heads, 0)
+            r.lse_tile[slot, 0] = lane_values.sum(axis=0, keepdims=True)
         return
 
-    def of_head(k, _):
+    def store_head(k, _):
         r.acc[k, :num_rows], lse = _result(plan, r, k, num_rows)
         if plan.has_lse:
             r.top[k, :num_rows] = lse
@@ -221,7 +221,7 @@ def store_result(plan: TpuPagedPlan, r: TpuRefs, item: TpuItem, tokens: int) -> 
         if plan.has_lse:
             r.lse_tile[slot, _run(i)] = _lse_of_run(plan, r, i, tokens)[:, None]
 
-    jax.lax.fori_loop(0, plan.num_kv_heads, of_head, None)
+    jax.lax.fori_loop(0, plan.num_kv_heads, store_head, None)
     jax.lax.fori_loop(0, tokens // TOKEN_RUN, transpose, None)
 
 
@@ -230,12 +230,12 @@ def _lse_of_run(plan: TpuPagedPlan, r: TpuRefs, i, tokens: int):
     shape = (TOKEN_RUN, r.lse_tile.shape[3])
     lane = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
 
-    def of_head(k, x):
+    def add_head(k, x):
         for g in range(plan.group):
             x = jnp.where(lane == k * plan.group + g, r.top[k, _run(i, g * tokens)][:, :1], x)
         return x
 
-    return jax.lax.fori_loop(0, plan.num_kv_heads, of_head, jnp.zeros(shape, jnp.float32))
+    return jax.lax.fori_loop(0, plan.num_kv_heads, add_head, jnp.zeros(shape, jnp.float32))
 
 
 def _result(plan: TpuPagedPlan, r: TpuRefs, k, num_rows: int):
@@ -250,10 +250,10 @@ def _result(plan: TpuPagedPlan, r: TpuRefs, k, num_rows: int):
     for j, part in enumerate(parts):
         share = jnp.exp(r.top[k, part] - top)
         total += r.total[k, part] * share
-        of_copy = r.acc[k, part] * share[:, :1]
+        copy_result = r.acc[k, part] * share[:, :1]
         if plan.fold > 1:  # other lanes hold products with values of other parities
-            of_copy = jnp.where(div(lane, plan.head_dim) == j, of_copy, 0)
-        acc += of_copy
+            copy_result = jnp.where(div(lane, plan.head_dim) == j, copy_result, 0)
+        acc += copy_result
     folded = acc
     for j in range(1, plan.fold):
         folded += pltpu.roll(acc, acc.shape[1] - j * plan.head_dim, 1)

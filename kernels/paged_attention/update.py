@@ -64,10 +64,10 @@ def _in_one_kernel(
     chosen = backend or preferred()[0]
     if chosen not in UPDATE_BACKENDS:
         return None
-    rotated = (lambda x: x) if rotary is None else lambda x: rotate(x, *rotary)
-    tokens = new._replace(k=rotated(new.k))
+    if rotary is not None:
+        q, new = rotate(q, *rotary), new._replace(k=rotate(new.k, *rotary))
     try:
-        out, _, stored = UPDATE_BACKENDS[chosen](rotated(q), tokens, rows, pages, variant)
+        out, _, stored = UPDATE_BACKENDS[chosen](q, new, rows, pages, variant)
     except NotImplementedError as why:
         log_choice("update_and_attend", "rope_and_write and paged_attention", (f"{chosen}: {why}",))
         return None

@@ -198,11 +198,11 @@ def dequantize(weight: QuantArray, dtype: Any = jnp.float32) -> Float[Array, "*E
     wide = jnp.promote_types(dtype, jnp.float32)
     values = unpack(jnp.asarray(weight.values), weight.pack_rows) if weight.bits == 4 else None
     values = jnp.asarray(weight.values if values is None else values).astype(wide)
-    of_group = lambda x: jnp.asarray(x).astype(wide)[..., :, None, :]
+    by_group = lambda x: jnp.asarray(x).astype(wide)[..., :, None, :]
     shape = values.shape
     values = values.reshape(*shape[:-2], weight.num_groups, weight.group_size, shape[-1])
-    values = values - (weight.middle if weight.zeros is None else of_group(weight.zeros))
-    return (values * of_group(weight.scales)).reshape(shape).astype(dtype)
+    values = values - (weight.middle if weight.zeros is None else by_group(weight.zeros))
+    return (values * by_group(weight.scales)).reshape(shape).astype(dtype)
 
 
 def pack(

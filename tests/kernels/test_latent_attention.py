@@ -148,7 +148,7 @@ def test_kernels_decline_pages_without_values(backend):
 )
 def test_value_dim_must_fit_the_pages(has_values, value_dim, message):
     case = make_case(MIXED, SMALL)
-    arguments = case.arrays() if has_values else keys_alone(case)
+    arguments: Any = case.arrays() if has_values else keys_alone(case)
     with pytest.raises(ValueError, match=message):
         paged_attention(*arguments, variant=AttentionVariant(1.0, value_dim=value_dim))
 
