@@ -3,7 +3,6 @@ as JSON."""
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections import Counter
 from functools import partial
@@ -21,11 +20,9 @@ from jaxinfer.nn.quantized import QuantWeight
 from jaxinfer.sampling.params import MAX_LOGPROBS
 from jaxinfer.sharding import compressed, products
 from jaxinfer.sharding.rules import Layout
+from jaxinfer.tools.compile_gate import collectives as counts
+from jaxinfer.tools.compile_gate.text import parse_hlo
 from tests.support import tiny_plans
-
-# Scripts are run, not installed; tiny_plans has put their folder on the path.
-counts: Any = importlib.import_module("jaxinfer.tools.compile_gate.collectives")
-parse_hlo: Any = importlib.import_module("jaxinfer.tools.compile_gate.text").parse_hlo
 
 AXES = ("expert", "tensor")  # of 2 and n / 2 devices
 
@@ -49,7 +46,7 @@ class Found:
         results = np.asarray(program(*placed)).astype(np.float64)
         self.result = results[0]
         self.is_same = all(np.array_equal(self.result, r, equal_nan=True) for r in results)
-        self.module = parse_hlo(program.as_text())
+        self.module = parse_hlo(program.as_text() or "")
         self.collectives = counts.collectives(self.module)
 
     @property

@@ -4,7 +4,6 @@ table, and tiny models by their config."""
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import os
 import subprocess
@@ -16,14 +15,11 @@ import jax
 import pytest
 
 from jaxinfer.config import from_mapping
+from jaxinfer.tools.compile_gate import matrix as compile_matrix
+from jaxinfer.tools.compile_gate import steps as compile_steps
+from jaxinfer.tools.compile_gate import target as compile_target
+from jaxinfer.tools.planner import models, options
 from tests.support.paths import ROOT
-
-# Scripts are run, not installed; they find each other by their folder.
-compile_matrix: Any = importlib.import_module("jaxinfer.tools.compile_gate.matrix")
-compile_target: Any = importlib.import_module("jaxinfer.tools.compile_gate.target")
-compile_steps: Any = importlib.import_module("jaxinfer.tools.compile_gate.steps")
-models: Any = importlib.import_module("jaxinfer.tools.planner.models")
-options: Any = importlib.import_module("jaxinfer.tools.planner.options")
 
 LLAMA = {
     "model_type": "llama",

@@ -1,4 +1,4 @@
-"""The benchmark runs: small cases of it, without a peer, and its figures are figures."""
+"""The offline benchmark runs small cases without a peer and writes figures."""
 
 import json
 import subprocess

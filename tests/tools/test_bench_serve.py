@@ -1,9 +1,8 @@
-"""The load client, against a server of its own that does what each test says, when it says so."""
+"""The load client against a server that each test scripts."""
 
 from __future__ import annotations
 
 import asyncio
-import importlib
 import json
 import subprocess
 import sys
@@ -12,13 +11,9 @@ from typing import Any
 
 import pytest
 
+from jaxinfer.tools.load_client import http, load, record, workload
 from tests.support.fake_openai import Exchange, FakeServer, answers
 from tests.support.paths import SCRIPTS
-
-http = importlib.import_module("jaxinfer.tools.load_client.http")
-load = importlib.import_module("jaxinfer.tools.load_client.load")
-record = importlib.import_module("jaxinfer.tools.load_client.record")
-workload = importlib.import_module("jaxinfer.tools.load_client.workload")
 
 LoadJob, PromptMaker, Record = workload.LoadJob, workload.PromptMaker, record.Record
 
@@ -36,13 +31,13 @@ def client_of(server: FakeServer, api: str = "completions") -> Any:
 
 
 async def one(client: Any, answer_in_s: float = 10.0) -> Any:
-    """Send one request and close; its record."""
+    """Send one request, close, and return the record."""
     result = await load.run_load(client, [LoadJob("a", 4, 0.0)], timeout_s=answer_in_s)
     await client.close()
     return result.records[0]
 
 
-def test_tokens_are_timed_as_they_come():
+def test_tokens_are_timed_on_arrival():
     now = 0.0
     seen = Record(0, 0.0)
 
@@ -97,7 +92,7 @@ def test_sending_does_not_wait_for_answers():
     run(main())
 
 
-def test_closed_clients_send_one_at_a_time_on_connections_they_keep():
+def test_closed_loop_clients_send_one_request_at_a_time_on_kept_connections():
     async def main() -> None:
         under_way = most = 0
 
@@ -121,7 +116,7 @@ def test_closed_clients_send_one_at_a_time_on_connections_they_keep():
     run(main())
 
 
-def test_a_kept_connection_that_was_closed_is_opened_again():
+def test_closed_idle_connection_is_reopened():
     async def answer(exchange: Exchange) -> None:
         await answers("x")(exchange)
         raise ConnectionResetError  # closes, without having said so
@@ -189,7 +184,7 @@ async def _say_nothing(exchange: Exchange) -> None:
         (_say_nothing, "timeout", "0.2 s"),
     ],
 )
-def test_what_goes_wrong_is_recorded_by_kind(answer, error, detail):
+def test_errors_are_recorded_by_kind(answer, error, detail):
     async def main() -> None:
         async with FakeServer(answer) as server:
             result = await one(client_of(server), 0.2 if error == "timeout" else 10)
@@ -199,7 +194,7 @@ def test_what_goes_wrong_is_recorded_by_kind(answer, error, detail):
     run(main())
 
 
-def test_a_server_that_is_not_there_is_recorded():
+def test_missing_server_is_recorded():
     async def main() -> None:
         async with FakeServer(answers()) as server:
             client = client_of(server)
@@ -208,7 +203,7 @@ def test_a_server_that_is_not_there_is_recorded():
     run(main())
 
 
-def test_a_timeout_cuts_the_connection():
+def test_timeout_closes_the_connection():
     async def main() -> None:
         async with FakeServer(_say_nothing) as server:
             client = client_of(server)
@@ -221,7 +216,7 @@ def test_a_timeout_cuts_the_connection():
 
 
 @pytest.mark.parametrize("size", [1, 7, 10_000])
-def test_replies_are_read_however_they_are_cut(size):
+def test_replies_are_read_in_pieces_of_any_size(size):
     body = b": a comment\n\ndata: one\n\ndata: two\r\ndata:lines\r\n\r\nevent: x\ndata: [DONE]\n\n"
     chunks = b"".join(b"%x;ext=1\r\n%s\r\n" % (len(p), p) for p in (body[:40], body[40:]))
     head = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -251,7 +246,7 @@ def test_replies_are_read_however_they_are_cut(size):
     run(main())
 
 
-def test_a_trace_is_sent_as_it_is_written(tmp_path):
+def test_trace_is_sent_as_written(tmp_path):
     path = tmp_path / "trace.jsonl"
     lines = [
         {"at": 0.02, "prompt_tokens": 5, "max_tokens": 7},
@@ -294,7 +289,7 @@ def test_client_processes_share_a_load():
     run(main())
 
 
-def test_the_script_prints_writes_and_draws(tmp_path):
+def test_command_prints_writes_and_draws(tmp_path):
     async def answer(exchange: Exchange) -> None:
         if exchange.path == "/v1/models":
             exchange.reply("200 OK", '{"data": [{"id": "first"}, {"id": "second"}]}')
@@ -337,7 +332,7 @@ def test_the_script_prints_writes_and_draws(tmp_path):
         (["--url=http://x", "--model=m", "--api=chat", "--prompts=ids"], "--api=completions"),
     ],
 )
-def test_options_that_make_no_load_are_refused(flags, named):
+def test_invalid_load_options_are_refused(flags, named):
     async def main() -> None:
         process = await asyncio.create_subprocess_exec(
             *[sys.executable, f"{SCRIPTS}/bench_serve.py", *flags],
@@ -357,7 +352,7 @@ def test_options_that_make_no_load_are_refused(flags, named):
         (["--url=http://127.0.0.1:1", "--minutes=3"], "--minutes has no effect without --case"),
     ],
 )
-def test_an_option_that_would_be_ignored_is_refused(flags, named):
+def test_ignored_option_is_refused(flags, named):
     command = [sys.executable, str(SCRIPTS / "bench_serve.py"), *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode != 0 and named in done.stdout + done.stderr

@@ -1,15 +1,12 @@
-"""What the load client sends, by its seed, and the figures it makes of what it recorded."""
+"""The load client's workload by its seed, and the figures of its records."""
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import pytest
 
-plot = importlib.import_module("jaxinfer.tools.load_client.plot")
-record = importlib.import_module("jaxinfer.tools.load_client.record")
-workload = importlib.import_module("jaxinfer.tools.load_client.workload")
+from jaxinfer.tools.load_client import plot, record, workload
 
 Lengths, PromptMaker = workload.Lengths, workload.PromptMaker
 LoadResult, Record, Slo = record.LoadResult, record.Record, record.Slo
@@ -28,7 +25,7 @@ def test_percentiles_are_interpolated():
     assert record.percentile([], 99) == 0
 
 
-def test_figures_are_those_of_the_times_recorded():
+def test_summary_follows_the_recorded_times():
     # Sent at 0, 1 and 2; first tokens after 0.1, 0.2 and 0.3 s; gaps of 10, 20 and 30 ms.
     good = [(0.0, [0.1, 0.11, 0.12], 0.13, None), (1.0, [1.2, 1.22, 1.24], 1.25, None)]
     bad = [(2.0, [2.3, 2.33, 2.36], 2.4, None), (3.0, [], 4.0, "HTTP 429")]
@@ -47,7 +44,7 @@ def test_figures_are_those_of_the_times_recorded():
     assert figures["goodput"]["requests_per_s"] == pytest.approx(2 / 4)
 
 
-def test_goodput_wants_both_times_met():
+def test_goodput_requires_both_limits():
     [slow_start, slow_tokens, fine] = records(
         (0.0, [1.0, 1.01], 1.1, None), (0.0, [0.1, 0.9], 1.0, None), (0.0, [0.1, 0.2], 0.3, None)
     )
@@ -55,7 +52,7 @@ def test_goodput_wants_both_times_met():
     assert [r.meets(slo) for r in (slow_start, slow_tokens, fine)] == [False, False, True]
 
 
-def test_a_client_that_is_late_itself_is_named():
+def test_late_client_is_reported():
     late = Record(0, 1.0, 1.5, [1.6], 1.7, 3, 1, "200")
     assert "500 ms late" in LoadResult([late], [], []).warnings()[0]
     fine = Record(0, 1.0, 1.001, [1.6], 1.7, 3, 1, "200")
@@ -65,7 +62,7 @@ def test_a_client_that_is_late_itself_is_named():
 
 
 @pytest.mark.parametrize("text", ["fixed:12", "uniform:3:9", "lognormal:20:1.0:4:64"])
-def test_lengths_are_drawn_by_their_seed_and_within_their_bounds(text):
+def test_lengths_follow_the_seed_and_stay_within_bounds(text):
     maker, lengths = PromptMaker(1), Lengths.parse(text)
     times = workload.poisson_times(5.0, 200, 7)
     jobs = workload.make_jobs(maker, lengths, lengths, times, 7)
@@ -74,15 +71,16 @@ def test_lengths_are_drawn_by_their_seed_and_within_their_bounds(text):
     assert jobs != workload.make_jobs(PromptMaker(2), lengths, lengths, times, 7)
     least, most = {"fixed": (12, 12), "uniform": (3, 9)}.get(lengths.kind, (4, 64))
     for job in jobs:
-        assert least <= job.max_tokens <= most and least <= len(job.prompt.split()) <= most
+        assert least <= job.max_tokens <= most and least <= len(str(job.prompt).split()) <= most
     if least < most:
         assert jobs != workload.make_jobs(maker, lengths, lengths, times, 8)
         assert len({job.max_tokens for job in jobs}) > 3
     assert times == sorted(times) and times[-1] / 200 == pytest.approx(1 / 5.0, rel=0.3)
 
 
-def test_prompts_of_ids_have_the_length_and_no_special_token():
-    first, second = (PromptMaker(0, 500).make(i, 64) for i in range(2))
+def test_id_prompts_have_the_length_and_no_special_token():
+    prompts: Any = [PromptMaker(0, 500).make(i, 64) for i in range(2)]
+    first, second = prompts
     assert len(first) == 64 and first != second
     assert all(100 <= i < 500 for i in first + second)
 
@@ -90,12 +88,12 @@ def test_prompts_of_ids_have_the_length_and_no_special_token():
 @pytest.mark.parametrize(
     "text", ["", "fixed", "fixed:0", "uniform:9:3", "uniform:a:b", "lognormal:1:1:1", "zipf:2"]
 )
-def test_what_is_no_distribution_is_refused(text):
+def test_invalid_distribution_is_refused(text):
     with pytest.raises(workload.WorkloadError, match="no distribution of lengths"):
         Lengths.parse(text)
 
 
-def test_every_wrong_line_of_a_trace_is_named(tmp_path):
+def test_trace_errors_name_every_wrong_line(tmp_path):
     path = tmp_path / "trace.jsonl"
     path.write_text(
         '{"at": 0, "prompt": "x", "max_tokens": 1}\n'
@@ -110,7 +108,7 @@ def test_every_wrong_line_of_a_trace_is_named(tmp_path):
     assert [f"{path}:{n}: " in str(caught.value) for n in range(1, 7)] == [False] + [True] * 5
 
 
-def test_a_picture_is_drawn_even_of_nothing(tmp_path):
+def test_empty_load_is_plotted(tmp_path):
     for number, result in enumerate((LoadResult([], [], []), LoadResult(records(), [], []))):
         path = tmp_path / f"{number}.png"
         plot.write_plot(path, result, Slo(1.0, 0.1), "nothing")

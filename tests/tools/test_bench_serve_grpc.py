@@ -1,10 +1,9 @@
-"""The load client's two ways to call gRPC, against a server that answers as each test says."""
+"""The load client's two gRPC clients against a server that each test scripts."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -12,10 +11,7 @@ import grpc
 import pytest
 
 from jaxinfer.serving.protos.jaxinfer.v1 import inference_pb2 as pb
-
-frames = importlib.import_module("jaxinfer.tools.load_client.frames")
-load = importlib.import_module("jaxinfer.tools.load_client.load")
-workload = importlib.import_module("jaxinfer.tools.load_client.workload")
+from jaxinfer.tools.load_client import frames, load, workload
 
 Answer = Callable[[pb.GenerateRequest, Any], AsyncIterator[pb.GenerateResponse]]
 
@@ -40,7 +36,7 @@ async def serving(answer: Answer) -> AsyncIterator[str]:
 
 
 def records_of(answer: Answer, api: str, count: int = 1, timeout_s: float = 10.0) -> list[Any]:
-    """Send requests to `answer`; what was recorded."""
+    """Send requests to `answer` and return the records."""
 
     async def main() -> list[Any]:
         async with asyncio.timeout(30), serving(answer) as address:
@@ -88,19 +84,19 @@ def test_answers_are_recorded(api):
 
 
 @pytest.mark.parametrize("api", ["grpc", "frames"])
-def test_refusals_are_recorded_by_their_status(api):
+def test_refusals_are_recorded_by_status(api):
     for record in records_of(_refuse, api, count=3):
         assert record.error == record.status == "RESOURCE_EXHAUSTED"
         assert record.detail == "the queue is full" and not record.times
 
 
 @pytest.mark.parametrize("api", ["grpc", "frames"])
-def test_a_call_that_does_not_end_times_out(api):
+def test_unending_call_times_out(api):
     [record] = records_of(_hang, api, timeout_s=0.5)
     assert record.error == "timeout" and len(record.times) == 1
 
 
-def test_a_deadline_is_the_calls_own():
+def test_deadline_is_set_on_the_call():
     async def main() -> None:
         async with (
             asyncio.timeout(30),
@@ -115,7 +111,7 @@ def test_a_deadline_is_the_calls_own():
 
 
 @pytest.mark.parametrize("fields", [{"temprature": 0}, {"temperature": "hot"}])
-def test_fields_that_the_message_does_not_have_are_refused(fields):
+def test_unknown_message_fields_are_refused(fields):
     async def main() -> None:
         with pytest.raises(workload.WorkloadError, match=next(iter(fields))):
             load.Endpoint("grpc", "127.0.0.1:1", fields=fields).client()
@@ -123,7 +119,7 @@ def test_fields_that_the_message_does_not_have_are_refused(fields):
     asyncio.run(main())
 
 
-def test_headers_are_found_where_they_are_written_out():
+def test_plain_headers_are_found():
     block = b"\x88\x40\x0bgrpc-status\x018\x40\x0cgrpc-message\x04full"
     assert frames.plain_header(block, "grpc-status") == "8"
     assert frames.plain_header(block, "grpc-message") == "full"

@@ -5,14 +5,14 @@ The programs that eight devices really run are counted in tests/parallel/test_co
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import pytest
 
-# Scripts are run, not installed; they find each other by their folder.
-counts: Any = importlib.import_module("jaxinfer.tools.compile_gate.collectives")
-parse_hlo: Any = importlib.import_module("jaxinfer.tools.compile_gate.text").parse_hlo
+from jaxinfer.tools.compile_gate import collectives as counts
+from jaxinfer.tools.compile_gate import report
+from jaxinfer.tools.compile_gate.text import parse_hlo
+
 Collective = counts.Collective
 
 GROUPS = "channel_id=1, replica_groups={{0,1,2,3},{4,5,6,7}}, use_global_device_ids=true"
@@ -89,7 +89,7 @@ ENTRY %main (a: f32[8]) -> f32[8] {{
         ),
     ],
 )
-def test_a_collective_is_read_as_xla_writes_it(line, expected):
+def test_collective_is_parsed_from_hlo(line, expected):
     [found] = counts.find_collectives(module(f"{line}, {NAME}"))
     assert (found.kind, found.bytes, found.group_size, found.link_bytes) == expected
     assert (found.times, found.op_name) == (1, "jit(f)/block_1/psum")
@@ -118,7 +118,7 @@ HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
         ("channel_id=1", ALL),
     ],
 )  # fmt: skip
-def test_groups_are_read_from_every_form(text, groups):
+def test_groups_are_parsed_from_every_form(text, groups):
     [found] = counts.find_collectives(
         module(f"%r = f32[8]{{0}} all-reduce(%a), {text}, to_apply=%add")
     )
@@ -133,13 +133,13 @@ def test_groups_are_read_from_every_form(text, groups):
         ("{2,4},{0,2},{4,6}", ((0, 2, 4, 6),)),  # ends, and is not listed in order
     ],
 )
-def test_of_a_permutation_groups_are_the_ways_that_it_takes(pairs, groups):
+def test_permutation_groups_are_its_cycles(pairs, groups):
     line = f"%r = f32[8]{{0}} collective-permute(%a), source_target_pairs={{{pairs}}}"
     [found] = counts.find_collectives(module(line))
     assert found.groups == groups
 
 
-def test_the_end_of_an_asynchronous_pair_is_not_counted_again():
+def test_asynchronous_pair_is_counted_once():
     found = counts.collectives(
         module(
             f"%s = f32[8]{{0}} all-reduce-start(%a), {GROUPS}, to_apply=%add",
@@ -158,7 +158,7 @@ def test_the_end_of_an_asynchronous_pair_is_not_counted_again():
     ("loop", "count"),
     [(', backend_config={"known_trip_count":{"n":"3"}}', 3), (", metadata={}", 1)],
 )
-def test_a_loop_counts_as_often_as_it_is_known_to_turn(loop, count):
+def test_loop_is_multiplied_by_its_trip_count(loop, count):
     program = module(loop=loop)
     assert counts.collectives(program)["all-reduce"] == {
         "count": count,
@@ -168,7 +168,7 @@ def test_a_loop_counts_as_often_as_it_is_known_to_turn(loop, count):
     assert counts.link_bytes(program) == 48 * count
 
 
-def test_a_loop_that_never_turns_sends_nothing():
+def test_loop_without_iterations_sends_nothing():
     assert counts.link_bytes(module(loop=', backend_config={"known_trip_count":{"n":"0"}}')) == 0
 
 
@@ -177,21 +177,21 @@ def sums(num: int, *more: str) -> Any:
     return module(*(line.format(i) for i in range(num)), *more)
 
 
-def test_what_a_step_does_once_is_no_layers():
+def test_work_done_once_is_not_counted_per_layer():
     gather = f"%g = f32[32]{{0}} all-gather(%a), {GROUPS}"
     added = counts.per_layer(sums(5, gather), sums(9, gather), 2)
     assert added == {"all-reduce": {"count": 2, "bytes": 64, "link_bytes": 96}}
     assert counts.layer_problems(added) == []
 
 
-def test_a_layer_may_make_its_sums_in_two_halves_or_both_at_once():
+def test_layer_sums_may_be_halved_or_merged():
     halves = {kind: {"count": 2.0} for kind in ("reduce-scatter", "all-gather")}
     assert counts.layer_problems(halves) == []
     one = {"all-reduce": {"count": 1.0}}
     assert counts.layer_problems(one) and not counts.layer_problems(one, is_parallel=True)
 
 
-def test_a_layers_collectives_are_those_that_carry_its_name():
+def test_layer_collectives_are_found_by_name():
     found = module(
         f"%r = f32[8]{{0}} all-reduce(%a), {GROUPS}, {NAME}",
         f"%s = f32[8]{{0}} all-reduce(%r), {GROUPS}",
@@ -202,7 +202,7 @@ def test_a_layers_collectives_are_those_that_carry_its_name():
     assert counts.layer_collectives(found, 2) == {}
 
 
-def test_a_permute_needs_work_between_its_start_and_its_end():
+def test_permute_needs_work_between_start_and_end():
     both = "(f32[8]{0}, f32[8]{0})"
     start = lambda i: f"%p.{i} = {both} collective-permute-start(%a), {PAIRS}, {NAME}"
     work = "%w = f32[8]{0} fusion(%a), kind=kLoop, calls=%add"
@@ -216,8 +216,7 @@ def test_a_permute_needs_work_between_its_start_and_its_end():
     assert counts.permutes_without_work(module(*bare), 2) == 0
 
 
-def test_the_gate_wants_as_many_collectives_as_recorded_no_fewer():
-    report: Any = importlib.import_module("jaxinfer.tools.compile_gate.report")
+def test_gate_requires_exactly_the_recorded_collectives():
     row = {"id": "p", "status": "compiled", "per_layer": {"launches": 8, "collectives": 1.0}}
     [problem] = report.problems(row, {"p": {"launches": 9, "collectives": 2.0}})
     assert problem == "collectives a layer: 1, recorded 2"
@@ -236,13 +235,12 @@ def test_the_gate_wants_as_many_collectives_as_recorded_no_fewer():
         ),
     ],
 )
-def test_a_layer_with_other_collectives_than_two_sums_is_a_problem(shallow, deep, expected):
+def test_layer_with_other_collectives_is_a_problem(shallow, deep, expected):
     [problem] = counts.layer_problems(counts.per_layer(shallow, deep, 2))
     assert f"a layer adds the collectives {expected};" in problem
 
 
-def test_the_gate_fails_on_such_a_layer():
-    report: Any = importlib.import_module("jaxinfer.tools.compile_gate.report")
+def test_gate_fails_on_other_collectives():
     [problem] = counts.layer_problems(counts.per_layer(sums(1), sums(7), 2))
     row = {"id": "v5e:2x2 preset", "status": "compiled", "collective_problems": [problem]}
     assert report.problems(row, {}) == [problem]

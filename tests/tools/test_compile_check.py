@@ -1,6 +1,6 @@
-"""The compile gate: what it reads from compilers' texts, its data, its verdicts, its children.
+"""The compile gate: its data, its verdicts, its child processes.
 
-The compilers themselves are not needed, but for the last test.
+Only the last test needs the compilers themselves.
 """
 
 from __future__ import annotations
@@ -18,14 +18,12 @@ import pytest
 
 from jaxinfer.config import load_config, preset_names
 from jaxinfer.models import HF_FAMILIES
+from jaxinfer.tools import job_process, kernel_cases
+from jaxinfer.tools.compile_gate import matrix as matrix_module
+from jaxinfer.tools.compile_gate import report as report_module
+from jaxinfer.tools.compile_gate import run as compile_run
 from tests.support.paths import ROOT
 
-# Scripts are run, not installed; they find each other by their folder.
-matrix_module: Any = importlib.import_module("jaxinfer.tools.compile_gate.matrix")
-job_process: Any = importlib.import_module("jaxinfer.tools.job_process")
-kernel_cases: Any = importlib.import_module("jaxinfer.tools.kernel_cases")
-report_module: Any = importlib.import_module("jaxinfer.tools.compile_gate.report")
-compile_run: Any = importlib.import_module("jaxinfer.tools.compile_gate.run")
 CompileJob, load_matrix, jobs_for = (
     matrix_module.CompileJob,
     matrix_module.load_matrix,
@@ -33,7 +31,7 @@ CompileJob, load_matrix, jobs_for = (
 )
 
 
-def test_every_target_says_where_its_values_come_from_and_fits_its_platform():
+def test_every_target_cites_sources_and_fits_its_platform():
     assert set(matrix_module.target_names()) == {
         "v4", "v5e", "v5p", "v6e", "tpu7x", "a100", "h100", "h200", "cpu",
     }  # fmt: skip
@@ -61,7 +59,7 @@ def test_the_matrix_covers_every_preset_for_an_accelerator():
         assert load_config(name).dtype != "auto", "a type that does not depend on who compiles"
 
 
-def test_a_matrix_that_names_what_is_not_there_is_refused_as_a_whole(tmp_path):
+def test_matrix_errors_name_every_missing_reference(tmp_path):
     path = tmp_path / "matrix.toml"
     path.write_text(
         '[models]\n[presets.p]\nmodel = "nobody"\ntargets = ["h100", "h900"]\nwhole = []\n'
@@ -89,7 +87,7 @@ def case(**fields: Any) -> Any:
     return kernel_cases.Case(**blank, flops=0, tolerance=0, **fields)
 
 
-def test_jobs_are_the_cases_on_the_chips_that_their_backends_are_for_and_steps_come_first():
+def test_jobs_match_backends_to_chips_with_steps_first():
     steps = {"model": "m", "targets": ["h100", "h100:2x8", "v5p:2x2x4"], "whole": ["h100:2x8"]}
     ring = {"preset": "p", "target": "h100:4", "set": ["mesh.seq=4"]}
     matrix = {"presets": {"p": steps}, "meshes": {"ring": ring}}
@@ -126,7 +124,7 @@ def test_jobs_are_the_cases_on_the_chips_that_their_backends_are_for_and_steps_c
         ("", "cases"),
     ],
 )
-def test_a_broken_module_of_cases_is_named_and_fails_the_gate(tmp_path, monkeypatch, text, reason):
+def test_broken_case_module_is_named_and_fails_the_gate(tmp_path, monkeypatch, text, reason):
     (tmp_path / "broken_op.py").write_text(text)
     monkeypatch.setattr(kernel_cases, "__path__", [*kernel_cases.__path__, str(tmp_path)])
     monkeypatch.delitem(sys.modules, f"{kernel_cases.__name__}.broken_op", raising=False)
@@ -138,7 +136,7 @@ def test_a_broken_module_of_cases_is_named_and_fails_the_gate(tmp_path, monkeypa
     assert not has_passed and "kernel_cases/broken_op.py is broken" in text and reason in text
 
 
-def test_the_steps_are_taken_first_and_then_each_child_stays_with_its_target():
+def test_steps_run_first_and_children_keep_their_target():
     step = lambda target: CompileJob(target, "step", "p", {})
     kernel = lambda target, name: CompileJob(target, "kernel", name, {})
     asked = [step("a"), kernel("a", "1"), kernel("a", "2"), step("b"), kernel("b", "1")]
@@ -150,7 +148,7 @@ def test_the_steps_are_taken_first_and_then_each_child_stays_with_its_target():
     assert left.take(kernel("a", "1")) is None
 
 
-def test_a_gpus_limits_are_read_from_its_target():
+def test_gpu_limits_are_read_from_the_target():
     target = matrix_module.load_target("h100")
     assert target.gpu_field("shared_memory_per_block_optin") == 232448
     assert target.device_kind == "NVIDIA H100 80GB HBM3"
@@ -158,7 +156,7 @@ def test_a_gpus_limits_are_read_from_its_target():
         target.gpu_field("colour")
 
 
-def test_a_choice_is_all_none_or_known_names():
+def test_choice_is_all_none_or_known_names():
     assert matrix_module.choose("targets", "all", ["a", "b"]) == ["a", "b"]
     assert matrix_module.choose("targets", "none", ["a", "b"]) == []
     assert matrix_module.choose("targets", "b, a", ["a", "b"]) == ["b", "a"]
@@ -209,7 +207,7 @@ KERNEL_ROW = {
 BUDGETS = {STEP.id: {"launches": 8, "loops": 0, "launches_in_loops": 0}}
 
 
-def test_what_keeps_to_its_budget_passes():
+def test_rows_within_budget_pass():
     jobs, rows = [STEP, KERNEL, STRUCTURE], [STEP_ROW, KERNEL_ROW, STRUCTURE_ROW]
     text, has_passed = report_module.report(jobs, rows, BUDGETS, {})
     assert has_passed and "FAILED" not in text
@@ -238,12 +236,12 @@ def test_what_keeps_to_its_budget_passes():
         (STRUCTURE, STRUCTURE_ROW, {"status": "refused", "reason": "no"}, "refused: no"),
     ],
 )  # fmt: skip
-def test_what_fails_is_named_with_its_reason(job, row, change, reason):
+def test_failures_are_named_with_their_reason(job, row, change, reason):
     text, has_passed = report_module.report([job], [row | change], BUDGETS, {})
     assert not has_passed and reason in text.partition("FAILED")[2]
 
 
-def test_recording_replaces_what_ran_and_keeps_the_rest(tmp_path):
+def test_recording_budgets_keeps_steps_that_did_not_run(tmp_path):
     path = tmp_path / "budgets.json"
     path.write_text(json.dumps({"v4 q": {"launches": 1}, STEP.id: {"launches": 99}}))
     report_module.record_budgets([STEP_ROW, KERNEL_ROW], path)
@@ -288,7 +286,7 @@ def worker(tmp_path) -> Path:
     return path
 
 
-def test_a_compiler_that_crashes_or_hangs_costs_its_own_row(worker, monkeypatch):
+def test_crashing_or_hanging_compiler_costs_one_row(worker, monkeypatch):
     monkeypatch.setattr(matrix_module, "STEP_SECONDS", 1)
     names = ["fine", "crash", "again", "hang", "last"]
     jobs = [CompileJob(target, "step", name, {}) for target in ("h100", "v5e") for name in names]
@@ -302,7 +300,7 @@ def test_a_compiler_that_crashes_or_hangs_costs_its_own_row(worker, monkeypatch)
     assert sorted(row["id"] for row in seen) == sorted(row["id"] for row in rows)
 
 
-def test_a_child_that_cannot_start_says_why(tmp_path):
+def test_child_that_cannot_start_reports_why(tmp_path):
     path = tmp_path / "worker.py"
     path.write_text("import no_such_module")
     with job_process.JobProcess([sys.executable, path], {}) as child:
@@ -310,14 +308,14 @@ def test_a_child_that_cannot_start_says_why(tmp_path):
     assert answer["status"] == "crashed" and "no_such_module" in answer["reason"]
 
 
-def test_a_job_has_its_time_anew_with_every_sign_of_life(worker):
+def test_every_event_restarts_the_time_limit(worker):
     events = []
     with job_process.JobProcess([sys.executable, worker], {}) as child:
         assert child.run({"name": "slow"}, 1.5, events.append) == {"status": "compiled"}
     assert [event.get("at") for event in events] == [None, 0, 1, 2, 3]
 
 
-def test_a_job_survives_the_way_to_its_child():
+def test_job_survives_json():
     assert CompileJob(**json.loads(json.dumps(dataclasses.asdict(KERNEL)))) == KERNEL
 
 
@@ -326,13 +324,13 @@ def check(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
-def test_an_unknown_target_is_answered_with_the_known_ones():
+def test_unknown_target_error_lists_known_targets():
     done = check("--targets=v99")
     assert done.returncode != 0 and "v99" in done.stdout + done.stderr
     assert "tpu7x" in done.stdout + done.stderr
 
 
-def test_a_kernel_compiles_for_a_chip_that_is_not_here(tmp_path):
+def test_kernel_compiles_for_an_absent_chip(tmp_path):
     wheels = {"libtpu": "libtpu", "jax_plugins.xla_cuda12": "jax-cuda12-plugin"}
     wheels |= {"triton": "triton", "jax_triton": "jax-triton"}
     missing = [wheel for module, wheel in wheels.items() if not _is_installed(module)]

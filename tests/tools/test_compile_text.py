@@ -1,14 +1,11 @@
-"""What the compile gate reads in compilers' texts: launches, memory, spills."""
+"""Parsing compilers' output: launches, memory, spills."""
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
 import pytest
 
-# Scripts are run, not installed; they find each other by their folder.
-text_module: Any = importlib.import_module("jaxinfer.tools.compile_gate.text")
+from jaxinfer.tools.compile_gate import text as text_module
+
 Launches, parse_hlo = text_module.Launches, text_module.parse_hlo
 
 MODULE = """HloModule jit_step, is_scheduled=true
@@ -68,11 +65,11 @@ ENTRY %main (a: f32[8], c: pred[]) -> f32[8] {
     # loop: a fusion, a copy, and the fusion of its condition; scalars and views are free.
     [("", Launches(5, 1, 3)), (', backend_config={"known_trip_count":{"n":"4"}}', Launches(17))],
 )
-def test_launches_are_counted_with_loops_apart_unless_their_length_is_known(loop, expected):
+def test_launches_separate_loops_of_unknown_length(loop, expected):
     assert text_module.launches(parse_hlo(MODULE.replace(" LOOP", loop))) == expected
 
 
-def test_a_text_without_an_entry_is_refused():
+def test_text_without_entry_is_refused():
     with pytest.raises(ValueError, match="no ENTRY"):
         parse_hlo("%f (p: f32[]) -> f32[] {\n}\n")
 
@@ -82,15 +79,15 @@ def test_a_text_without_an_entry_is_refused():
     [("f32[2,3]{1,0}", [24]), ("(bf16[4], s32[])", [8, 4]), ("pred[9]", [9]), ("s4[3]", [2]),
      ("f8e4m3fn[5]", [5]), ("token[]", [0]), ("f32[0,7]", [0])],
 )  # fmt: skip
-def test_bytes_of_a_type_are_those_of_its_arrays(text, sizes):
+def test_array_bytes_of_a_type(text, sizes):
     assert text_module.array_bytes(text) == sizes
 
 
-def test_vmem_is_what_the_compiler_notes_beside_a_mosaic_kernel():
+def test_vmem_is_read_from_the_mosaic_call():
     assert text_module.mosaic_vmem(parse_hlo(MODULE)) == [4096]
 
 
-def test_a_layers_kernels_are_those_that_carry_its_name():
+def test_layer_kernels_are_found_by_name():
     [kernel] = text_module.layer_kernels(parse_hlo(MODULE), 1)
     assert kernel == {"name": "f.2", "result": "f32[8]", "op": "add", "inside": {"add": 1}}
     assert not text_module.layer_kernels(parse_hlo(MODULE), 0)
@@ -107,7 +104,7 @@ ptxas info    : Used 32 registers, used 0 barriers
 """
 
 
-def test_registers_shared_memory_and_spills_are_read_kernel_by_kernel():
+def test_ptxas_resources_are_read_per_kernel():
     assert text_module.ptxas_resources(PTXAS) == [
         text_module.KernelResources("decode", 168, 1024, 64),
         text_module.KernelResources("merge", 32, 0, 0),
@@ -123,7 +120,7 @@ def test_spills_are_found_among_xlas_warnings():
     assert text_module.xla_spills("0 bytes spill stores in function 'x'") == {}
 
 
-def test_a_reason_is_the_first_line_that_says_something():
+def test_reason_is_the_first_nonempty_line():
     assert text_module.first_reason(ValueError("\n  out of memory\nstack...")) == "out of memory"
     assert text_module.first_reason(KeyError()) == "KeyError"
     assert len(text_module.first_reason("x" * 900)) == 300

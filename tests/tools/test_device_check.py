@@ -1,8 +1,7 @@
-"""The device check without a device: its arithmetic, its order, its watchdog, and a rehearsal."""
+"""The device check without a device: arithmetic, order, watchdog, and a rehearsal."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 import subprocess
@@ -16,19 +15,19 @@ import pytest
 
 from jaxinfer.cli.commands import COMMANDS
 from jaxinfer.kernels.dispatch import dispatch
+from jaxinfer.tools import job_process, kernel_cases
+from jaxinfer.tools.device_check import (
+    conformance,
+    engine,
+    kernels,
+    plan,
+    setting,
+    table,
+    timing,
+    worker,
+)
 from tests.support.paths import ROOT
 from tests.support.triton_bench import needs_triton
-
-# Scripts are run, not installed; they find each other by their folder.
-kernel_cases: Any = importlib.import_module("jaxinfer.tools.kernel_cases")
-conformance: Any = importlib.import_module("jaxinfer.tools.device_check.conformance")
-engine: Any = importlib.import_module("jaxinfer.tools.device_check.engine")
-plan: Any = importlib.import_module("jaxinfer.tools.device_check.plan")
-setting: Any = importlib.import_module("jaxinfer.tools.device_check.setting")
-table: Any = importlib.import_module("jaxinfer.tools.device_check.table")
-timing: Any = importlib.import_module("jaxinfer.tools.device_check.timing")
-worker: Any = importlib.import_module("jaxinfer.tools.device_check.worker")
-
 
 # -- timing
 
@@ -41,7 +40,7 @@ def counted(counts: list[int]) -> Any:
     return lambda x: jax.pure_callback(count, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
 
-def test_each_call_of_a_program_runs_once_and_the_fewest_are_subtracted():
+def test_timing_subtracts_the_smallest_program():
     counts: list[int] = []
     tick = counted(counts)
     times = iter([0.0, 1.0, 2.0, 11.0])  # 1 s for the fewest, 9 s for 4 more
@@ -64,18 +63,18 @@ def test_each_call_of_a_program_runs_once_and_the_fewest_are_subtracted():
         (lambda a, _: (a[0] * 2)[:1], 2.0**5),  # only its first number does
     ],
 )
-def test_a_call_takes_something_from_the_one_before(call, expected):
+def test_each_call_depends_on_the_previous_one(call, expected):
     program = timing._program(call, (jnp.ones(4),), {}, 5)
     assert float(jax.jit(program)((jnp.ones(4),), {})[0]) == expected
 
 
-def test_results_take_the_places_of_activations_and_pages_but_not_of_lengths():
+def test_results_replace_activations_and_pages_but_not_lengths():
     spec = jax.ShapeDtypeStruct
     q, pages, lengths = spec((4, 8), "float32"), spec((2, 3), "int8"), spec((4,), "int32")
     assert timing.pairs((lengths, q, pages), (q, q, pages, lengths)) == [(1, 0), (2, 2)]
 
 
-def test_the_number_of_calls_follows_from_the_least_time():
+def test_number_of_calls_follows_from_the_floor():
     assert timing.count_for(1e-3) == 30
     assert timing.count_for(1.0) == 3 and timing.count_for(0.0) == timing.MAX_CALLS
 
@@ -83,7 +82,7 @@ def test_the_number_of_calls_follows_from_the_least_time():
 # -- agreement
 
 
-def test_an_error_is_relative_and_nothing_passes_that_is_not_finite():
+def test_error_is_relative_and_infinite_for_nonfinite_results():
     ref = jnp.ones(100)
     assert conformance.relative_error(ref * 1.01, ref, ()) == pytest.approx(0.01, rel=1e-3)
     assert conformance.relative_error(ref, ref, ()) == 0
@@ -91,14 +90,14 @@ def test_an_error_is_relative_and_nothing_passes_that_is_not_finite():
         assert conformance.relative_error(ref.at[3].set(bad), ref, ()) == float("inf")
 
 
-def test_of_pages_brought_up_to_date_the_change_counts():
+def test_error_of_updated_pages_is_relative_to_the_change():
     pages = jnp.full((1000, 8), 3.0).at[999].set(jnp.nan)  # a page that nobody owns
     ref, wrong = pages.at[0].set(1.0), pages  # nothing was written
     assert conformance.relative_error(ref, ref, (pages,)) == 0
     assert conformance.relative_error(wrong, ref, (pages,)) == pytest.approx(1.0)
 
 
-def test_another_shape_or_type_is_no_small_error():
+def test_other_shape_or_type_is_refused():
     with pytest.raises(
         ValueError, match=r"the result is float32\(2,\), the reference's int8\(2,\)"
     ):
@@ -126,7 +125,7 @@ def toy_case(**changes: Any) -> Any:
     return kernel_cases.Case(**values, bytes_moved=32, flops=4, tolerance=1e-5, **changes)
 
 
-def test_where_the_reference_cannot_be_computed_plain_jax_says_so(monkeypatch):
+def test_plain_jax_replaces_a_failing_reference(monkeypatch):
     found, name = conformance.reference_of(toy_case(), (jnp.ones(4),), {})
     assert name == "xla" and (np.asarray(found) == 2).all()
     monkeypatch.setitem(DOUBLE_BACKENDS, "xla", declines)
@@ -138,7 +137,7 @@ def test_where_the_reference_cannot_be_computed_plain_jax_says_so(monkeypatch):
 
 
 class Child:
-    """Answers by kind of job."""
+    """A child process that answers by the kind of job."""
 
     def __init__(self, **answers: Any):
         self.answers = answers
@@ -159,7 +158,7 @@ def rows_of(**cases: Any) -> list[dict[str, Any]]:
     return plan.kernel_rows({"op": cases}, "gpu")
 
 
-def test_every_operator_is_looked_at_before_any_case_comes_second():
+def test_every_operator_comes_before_any_second_case():
     cases = {"a": {"1": toy_case(), "2": toy_case()}, "b": {"3": toy_case(backends=("tpu", "gpu"))}}
     assert [row["name"] for row in plan.kernel_rows(cases, "gpu")] == [
         "a/gpu 1", "b/gpu 3", "a/gpu 2",
@@ -167,7 +166,7 @@ def test_every_operator_is_looked_at_before_any_case_comes_second():
     assert plan.kernel_rows({}, "gpu") == []
 
 
-def test_headlines_of_every_operator_are_looked_at_before_the_rest():
+def test_headlines_of_every_operator_come_first():
     top = toy_case(is_headline=True)
     cases = {"a": {"1": toy_case(), "2": top}, "b": {"3": top, "4": top}, "c": {"5": toy_case()}}
     rows = plan.kernel_rows(cases, "gpu")
@@ -175,23 +174,23 @@ def test_headlines_of_every_operator_are_looked_at_before_the_rest():
 
 
 @pytest.mark.parametrize("is_headline", [True, False])
-def test_only_a_headline_that_the_time_was_too_short_for_is_a_failure(is_headline):
+def test_only_an_omitted_headline_is_a_failure(is_headline):
     done = {"kind": "kernel", "status": "measured", "agrees": True, "is_headline": True}
     late = {"kind": "kernel", "status": "not run", "is_headline": is_headline}
     assert table.has_passed([done, late]) != is_headline
     assert not table.has_passed([late])
 
 
-def test_what_disagrees_is_not_timed():
-    child = Child(check={"error": 0.5, "agrees": False}, measure={"seconds": 1.0, "calls": 3})
+def test_disagreeing_case_is_not_timed():
+    child: Any = Child(check={"error": 0.5, "agrees": False}, measure={"seconds": 1.0, "calls": 3})
     rows = rows_of(one=toy_case())
     plan.check_kernels(child, time_budget(), rows, False, 0.0)
     assert [kind for kind, *_ in child.asked] == ["check"]
     assert not table.has_passed(rows) and "allowed 1e-05" in table.render(rows, {})
 
 
-def test_what_agrees_is_timed_and_judged_by_what_the_device_gave():
-    child = Child(check={"error": 1e-6, "agrees": True}, measure={"seconds": 2e-6, "calls": 3},
+def test_agreeing_case_is_timed_relative_to_the_device():
+    child: Any = Child(check={"error": 1e-6, "agrees": True}, measure={"seconds": 2e-6, "calls": 3},
                   peer={"seconds": 3e-6, "how": "graph"})  # fmt: skip
     rows = rows_of(one=toy_case(peer=print), two=toy_case())
     plan.check_kernels(child, time_budget(), rows, False, 0.0)
@@ -206,25 +205,25 @@ def test_what_agrees_is_timed_and_judged_by_what_the_device_gave():
     assert table.has_passed(rows) and "50 %" in text and "1.50" in text and "NOT" not in text
 
 
-def test_a_case_that_hangs_or_is_declined_is_named_and_the_rest_goes_on():
+def test_hanging_or_declined_case_is_named_and_the_rest_continues():
     for answer in ({"status": "timed out", "reason": "it took over 60 s"},
                    {"status": "declined", "reason": "needs sm_90"}):  # fmt: skip
         rows = rows_of(one=toy_case(), two=toy_case())
-        child = Child(check=answer)
+        child: Any = Child(check=answer)
         plan.check_kernels(child, time_budget(), rows, False, 0.0)
         assert len(child.asked) == 2 and not table.has_passed(rows)
         assert f"{answer['status']}: {answer['reason']}" in table.render(rows, {})
 
 
-def test_a_time_that_cannot_be_told_from_none_is_no_figure():
-    child = Child(check={"error": 0.0, "agrees": True}, measure={"seconds": 0.0, "calls": 3})
+def test_time_of_zero_is_a_problem():
+    child: Any = Child(check={"error": 0.0, "agrees": True}, measure={"seconds": 0.0, "calls": 3})
     rows = rows_of(one=toy_case())
     plan.check_kernels(child, time_budget(), rows, False, 0.0)
     assert not table.has_passed(rows) and "3 calls take no more time" in table.render(rows, {})
 
 
-def test_a_missing_peer_is_told_and_fails_nothing():
-    child = Child(check={"error": 0.0, "agrees": True}, measure={"seconds": 1.0, "calls": 3},
+def test_missing_peer_is_reported_and_no_failure():
+    child: Any = Child(check={"error": 0.0, "agrees": True}, measure={"seconds": 1.0, "calls": 3},
                   peer={"status": "declined", "reason": "PyTorch is not installed"})  # fmt: skip
     rows = rows_of(one=toy_case(peer=print))
     plan.check_kernels(child, time_budget(), rows, False, 0.0)
@@ -232,8 +231,8 @@ def test_a_missing_peer_is_told_and_fails_nothing():
     assert table.has_passed(rows) and "PyTorch is not installed" in table.render(rows, {})
 
 
-def test_past_its_time_nothing_is_begun_and_what_is_reserved_is_kept():
-    child = Child(check={"error": 0.0, "agrees": True}, measure={"seconds": 1.0, "calls": 3})
+def test_nothing_begins_after_the_time_and_reserves_are_kept():
+    child: Any = Child(check={"error": 0.0, "agrees": True}, measure={"seconds": 1.0, "calls": 3})
     rows = rows_of(one=toy_case())
     plan.check_kernels(child, time_budget(100), rows, False, 99.5)
     assert not child.asked and rows[0]["status"] == "not run"
@@ -241,15 +240,14 @@ def test_past_its_time_nothing_is_begun_and_what_is_reserved_is_kept():
     assert child.asked == [("check", "one", 10), ("measure", "one", 10)]
 
 
-def test_a_child_that_does_not_start_takes_no_more_than_is_left():
-    job_process = importlib.import_module("jaxinfer.tools.job_process")
+def test_child_that_does_not_start_is_limited_to_the_time_left():
     command = [sys.executable, "-c", "import time; time.sleep(60)"]
     with job_process.JobProcess(command, {}) as child:
         answer = plan.TimeBudget(1.5).run(child, {"kind": "check"}, 40)
     assert answer["status"] == "timed out" and answer["reason"].startswith("it took over 1.")
 
 
-def test_headline_cases_come_first_and_the_number_stays_a_limit():
+def test_headlines_come_first_within_the_limit():
     cases = {"a": toy_case(), "b": toy_case(is_headline=True), "c": toy_case()}
     assert list(plan.headlines_first(cases, "gpu")) == ["b", "a", "c"]
     assert list(plan.headlines_first({"t": toy_case(backends=("tpu",)), **cases}, "gpu", 2)) == [
@@ -264,11 +262,11 @@ def test_every_operator_has_headline_cases_for_a_gpu(operator):
     assert any(case.is_headline and "gpu" in case.backends for case in cases.values())
 
 
-def test_nothing_measured_is_no_success():
+def test_empty_measurement_is_a_failure():
     assert not table.has_passed([])
 
 
-def test_the_engines_figures_are_shares_of_their_floors():
+def test_engine_figures_are_shares_of_floors():
     decode = {"kind": "decode", "name": "32 rows", "status": "measured", "floor_bytes": 1e9,
               "step_seconds": 2e-3, "device_step_seconds": 1.9e-3, "gap_seconds": 1e-4,
               "is_host_bound": False,
@@ -284,9 +282,9 @@ def test_the_engines_figures_are_shares_of_their_floors():
     assert "host-bound" in bound and "gap" not in bound
 
 
-def test_the_step_is_compared_with_and_without_xlas_options_where_there_is_time():
+def test_xla_options_are_compared_if_time_is_left():
     answer = {"with_seconds": 8e-3, "without_seconds": 9e-3, "options": {"split": 1}}
-    child = Child(decode={}, first_token={}, options=answer)
+    child: Any = Child(decode={}, first_token={}, options=answer)
     *_, row = plan.check_engine(child, time_budget(), False, 0.0)
     text = table.render([row], {})
     assert "8.00 ms with" in text and "9.00 ms without" in text and "split=1" in text
@@ -297,24 +295,22 @@ def test_the_step_is_compared_with_and_without_xlas_options_where_there_is_time(
 # -- the child
 
 
-def test_a_jobs_error_is_its_answer(monkeypatch):
+def test_job_error_becomes_its_result(monkeypatch):
     def broken(job):
         raise ValueError("first line\nsecond")
 
-    monkeypatch.setattr(
-        importlib.import_module("jaxinfer.tools.device_check.kernels"), "check", broken
-    )
+    monkeypatch.setattr(kernels, "check", broken)
     answer = worker.handle({"kind": "check"}, print)
     assert (answer["status"], answer["reason"]) == ("failed", "ValueError: first line")
     assert worker.handle({"kind": "device", "rehearse": False}, print)["status"] == "declined"
 
 
-def test_of_an_error_that_holds_a_traceback_the_end_is_told():
+def test_reason_of_a_traceback_is_its_last_line():
     error = RuntimeError("INTERNAL: Traceback (most recent call last):\n  File x\nKeyError: 'a'\n")
     assert worker.reason_of(error) == "RuntimeError: KeyError: 'a'"
 
 
-def test_the_floors_of_llama_3_8b_are_those_of_its_shape():
+def test_floors_of_llama_3_8b_follow_from_its_shape():
     named = engine.model_from_table(engine.MODEL, engine.load_matrix()["models"][engine.MODEL])
     numerics = engine.numerics_for(engine.EngineConfig(dtype="bfloat16"))
     bench = engine.EngineBench(
@@ -326,7 +322,7 @@ def test_the_floors_of_llama_3_8b_are_those_of_its_shape():
     assert engine._token_bytes(bench) == 2 * 32 * 8 * 128 * 2
 
 
-def test_jaxinfer_is_found_where_it_is_not_installed(tmp_path):
+def test_jaxinfer_is_found_without_installation(tmp_path):
     folder = setting.source_links(tmp_path)
     code = "import jaxinfer.kernels.dispatch as d, sys; print(d.__file__)"
     command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(folder)!r}); {code}"]
@@ -342,14 +338,14 @@ def check(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
 
 
-def test_without_a_gpu_the_check_says_so_and_fails(tmp_path):
+def test_check_without_a_gpu_fails_with_a_message(tmp_path):
     out = tmp_path / "out.json"
     done = check(f"--json={out}")
     assert done.returncode == 1 and "no GPU or TPU" in done.stdout
     assert not json.loads(out.read_text("utf-8"))["passed"]
 
 
-def test_an_unknown_operator_is_answered_with_the_known_ones():
+def test_unknown_operator_error_lists_known_operators():
     done = check("--operators=nobody")
     assert done.returncode != 0 and "paged_attention" in done.stdout + done.stderr
 
@@ -357,7 +353,7 @@ def test_an_unknown_operator_is_answered_with_the_known_ones():
 @needs_triton
 @pytest.mark.ci
 @pytest.mark.once
-def test_it_rehearses_on_a_cpu(tmp_path):
+def test_device_check_rehearses_on_a_cpu(tmp_path):
     out = tmp_path / "out.json"
     done = check("--rehearse", "--operators=paged_attention", f"--json={out}")
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]

@@ -1,8 +1,7 @@
-"""Calling a kernel's case: which backend, with what beside, and which options are arrays."""
+"""Calling a kernel's case: backends, more keywords, and options that are arrays."""
 
 from __future__ import annotations
 
-import importlib
 from functools import partial, wraps
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +13,8 @@ import pytest
 
 from jaxinfer.kernels.dispatch import dispatch
 from jaxinfer.kernels.triton_launch import TritonLaunch
-
-# Scripts are run, not installed; they find each other by their folder.
-calls: Any = importlib.import_module("jaxinfer.tools.kernel_calls")
-kernel_cases: Any = importlib.import_module("jaxinfer.tools.kernel_cases")
+from jaxinfer.tools import kernel_calls as calls
+from jaxinfer.tools import kernel_cases
 
 KERNEL = SimpleNamespace(arg_names=["x", "y"], __name__="_kernel")
 
@@ -45,7 +42,7 @@ def case(**changes: Any) -> Any:
     return kernel_cases.Case(**(values | changes))
 
 
-def test_arrays_among_the_options_are_what_a_program_takes():
+def test_array_options_are_split_from_static_ones():
     spec = jax.ShapeDtypeStruct((2,), jnp.int8)
     options = {"scale": 1.0, "bias": spec, "pair": (spec, None), "none": None, "mixed": (spec, 3)}
     dynamic, static = calls.split_options(options)
@@ -54,14 +51,14 @@ def test_arrays_among_the_options_are_what_a_program_takes():
     assert np.allclose(call((jnp.ones(4),), {"bias": jnp.ones(4)}), 3)
 
 
-def test_the_launches_of_a_call_are_recorded_with_the_tiling_asked_for():
+def test_recorded_launches_use_the_given_tiling():
     assert [launch.grid for launch in calls.record_launches(case(), "gpu", tiling=7)] == [(7,)]
     assert BACKENDS["gpu"] is on_gpu
     with pytest.raises(NotImplementedError, match="no GPU here"):
         calls.call_of(case(), "gpu")((jnp.ones(4),), {"bias": jnp.ones(4)})
 
 
-def test_a_backend_that_an_operator_lacks_is_an_error():
+def test_missing_backend_is_an_error():
     with (
         pytest.raises(ValueError, match="no backend 'hopper'"),
         calls.backend_with(case(), "hopper"),
@@ -69,14 +66,14 @@ def test_a_backend_that_an_operator_lacks_is_an_error():
         pass
 
 
-def test_the_table_is_found_behind_wrappers_and_its_absence_is_told():
+def test_backend_table_is_found_behind_wrappers():
     wrapped: Any = wraps(scaled)(lambda x, **options: scaled(x, **options))
     assert calls.tables(case(function=partial(wrapped, scale=1.0))) == [BACKENDS]
     with pytest.raises(ValueError, match="no table named BACKENDS"):
         calls.tables(case(function=np.linalg.norm))
 
 
-def test_a_platform_gets_its_own_backends_and_those_of_none():
+def test_platform_gets_its_own_and_neutral_backends():
     found = calls.backend_names(case(backends=("tpu", "gpu", "hopper", "xla")), "gpu")
     assert found == ["gpu", "hopper", "xla"]
 

@@ -7,14 +7,15 @@ answers from a table. `make compile-check` compiles the presets.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 from typing import Any
 
 import pytest
 
-from jaxinfer.config import MeshConfig
+from jaxinfer.config import EngineConfig, MeshConfig
 from jaxinfer.sharding.mesh import MeshError
+from jaxinfer.tools.planner import plans, report
+from jaxinfer.tools.planner import search as search_module
 from tests.support.tiny_plans import (
     EIGHT_LAYERS,
     KIB,
@@ -32,10 +33,6 @@ from tests.support.tiny_plans import (
     run,
     small,
 )
-
-plans: Any = importlib.import_module("jaxinfer.tools.planner.plans")
-report: Any = importlib.import_module("jaxinfer.tools.planner.report")
-search_module: Any = importlib.import_module("jaxinfer.tools.planner.search")
 
 load_target = compile_matrix.load_target
 
@@ -73,12 +70,12 @@ def test_a_target_is_a_chip_and_a_topology(name, topology, devices):
         ("cpu:" + "9" * 5000, r"9\.\.\.', 5,004 characters; it is a chip and its topology"),
     ],
 )
-def test_a_target_that_is_none_is_answered_with_what_would_do(name, reason):
+def test_invalid_target_error_shows_valid_ones(name, reason):
     with pytest.raises(ValueError, match=reason):
         options.parse_target(name)
 
 
-def test_a_mesh_is_read_and_a_wrong_one_answered_with_the_axes():
+def test_mesh_is_parsed_and_errors_list_the_axes():
     assert options.parse_mesh("pipe=2, tensor=8") == {"pipe": 2, "tensor": 8}
     assert options.parse_mesh("") == {}
     for wrong in ("tensr=8", "tensor", "tensor=0", "tensor=two", "8", "tensor=" + "9" * 5000):
@@ -88,7 +85,7 @@ def test_a_mesh_is_read_and_a_wrong_one_answered_with_the_axes():
         options.parse_mesh("tensor=2,tensor=1")
 
 
-def test_a_quantization_that_is_none_is_answered_with_those_there_are():
+def test_unknown_quantization_error_lists_known_ones():
     assert (
         options.parse_quantization("none") is None and options.parse_quantization("int8") == "int8"
     )
@@ -96,7 +93,7 @@ def test_a_quantization_that_is_none_is_answered_with_those_there_are():
         options.parse_quantization("int3")
 
 
-def test_a_model_is_one_of_the_matrix_or_a_checkpoints_configuration(tmp_path):
+def test_model_is_found_in_the_matrix_or_a_checkpoint(tmp_path):
     tables = compile_matrix.load_matrix()["models"]
     assert models.find_model("llama31_70b", tables).config.num_layers == 80
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
@@ -109,7 +106,7 @@ def test_a_model_is_one_of_the_matrix_or_a_checkpoints_configuration(tmp_path):
         models.find_model(str(tmp_path), tables)
 
 
-def test_the_last_layers_stand_for_the_others():
+def test_last_layers_represent_the_others():
     tables = compile_matrix.load_matrix()["models"]
     whole = models.find_model("deepseek_v3", tables)
     assert whole.config.layer(0).experts is None and whole.config.layer(60).experts is not None
@@ -117,7 +114,7 @@ def test_the_last_layers_stand_for_the_others():
     assert part.num_layers == 2 and all(part.layer(i).experts is not None for i in range(2))
 
 
-def test_flags_change_a_preset_and_a_preset_needs_none():
+def test_flags_change_a_preset():
     model = models.find_model("llama31_70b", compile_matrix.load_matrix()["models"])
     preset = options.engine_config(model, options.PlanRequest("llama31_70b_v5e16"))
     assert preset.mesh == MeshConfig(tensor=16) and preset.max_model_len == 32768
@@ -134,7 +131,7 @@ def test_flags_change_a_preset_and_a_preset_needs_none():
             options.engine_config(model, options.PlanRequest(context=context))
 
 
-def test_a_mesh_that_does_not_match_the_devices_or_the_model_says_what_would(monkeypatch):
+def test_mesh_mismatch_error_suggests_sizes(monkeypatch):
     with pytest.raises(MeshError, match=r"the mesh has 8 devices .* there are 4"):
         program(monkeypatch, "v5e:2x2", LLAMA, mesh="tensor=8")
     with pytest.raises(MeshError, match=r"4 layers, which pipe 8 does not divide; .* 1, 2, 4"):
@@ -150,9 +147,9 @@ def compiler(monkeypatch) -> Answers:
     return answers
 
 
-def test_a_plan_has_the_compilers_memory_and_the_sums_of_all_layers(monkeypatch, compiler, capsys):
+def test_plan_has_the_compilers_memory_and_all_layers_sums(monkeypatch, compiler, capsys):
     step = program(monkeypatch, "v5e:2x2", EIGHT_LAYERS, mesh="tensor=4")
-    plan = plans.make_plan(step, 128, is_whole=True)
+    plan: Any = plans.make_plan(step, 128, is_whole=True)
     assert plan.fits and plan.layers_compiled == 8 and plan.rows == 4
     assert plan.tokens_cached == 512 == 64 * plan.num_pages  # all that 4 rows can use
     assert plan.memory["temporaries"] == KIB and plan.memory["other_state"] == KIB
@@ -175,16 +172,16 @@ def test_a_plan_has_the_compilers_memory_and_the_sums_of_all_layers(monkeypatch,
     assert json.loads(json.dumps(report.as_json(step, 128, plan)))["decode"]["bound"]["seconds"]
 
 
-def test_a_few_layers_tell_as_much_by_arithmetic(monkeypatch, compiler):
+def test_few_layers_are_extrapolated(monkeypatch, compiler):
     step = program(monkeypatch, "v5e:2x2", EIGHT_LAYERS, mesh="tensor=4")
     whole = plans.make_plan(step, 128, is_whole=True)
     part = plans.make_plan(step, 128, is_whole=False)
     assert dataclasses.replace(part, layers_compiled=8) == whole and part.layers_compiled == 4
 
 
-def test_of_a_pipeline_each_micro_batch_has_its_rows_and_replicas_add_up(monkeypatch, compiler):
+def test_pipeline_splits_rows_and_replicas_add_up(monkeypatch, compiler):
     step = program(monkeypatch, "v5e:2x4", EIGHT_LAYERS, mesh="data=2,pipe=2,tensor=2")
-    plan = plans.make_plan(step, 128, is_whole=False)
+    plan: Any = plans.make_plan(step, 128, is_whole=False)
     assert plan.rows == 4 and plan.decode.load.rows == 2
     assert plan.decode.tokens_per_second == pytest.approx(2 * 2 / plan.decode.bound.seconds)
     assert plan.decode.traffic.by_kind["all-reduce"]["count"] == 2 * 4 + 1
@@ -195,33 +192,36 @@ def test_of_a_pipeline_each_micro_batch_has_its_rows_and_replicas_add_up(monkeyp
     assert found["decode"]["tokens_per_second"] == pytest.approx(2 * of_one)
 
 
-def test_what_the_compiler_refuses_does_not_fit_in_its_own_words(monkeypatch, compiler):
+def test_compiler_refusal_is_the_reason(monkeypatch, compiler):
     step = program(monkeypatch, "v5e:2x2", EIGHT_LAYERS, mesh="tensor=4")
     compiler.refuses_layers = 8
-    plan = plans.make_plan(step, 128, is_whole=True)
+    plan: Any = plans.make_plan(step, 128, is_whole=True)
     assert not plan.fits and plan.reason == "RESOURCE_EXHAUSTED: Used 17.74G of 15.75G hbm"
     assert "does not fit: RESOURCE_EXHAUSTED" in report.as_text(step, 128, plan)
 
 
-def test_weights_that_leave_no_page_are_asked_of_the_compiler_whole(monkeypatch, compiler):
+def test_weights_that_leave_no_page_are_compiled_whole(monkeypatch, compiler):
     step = program(monkeypatch, "v5e:2x2", EIGHT_LAYERS, mesh="tensor=4")
     small(step, step.weight_bytes + KIB)
-    plan = plans.make_plan(step, 128, is_whole=True)
+    plan: Any = plans.make_plan(step, 128, is_whole=True)
     assert plan.reason == "by the compiler's account a device needs 0.00 GB, and has 0.00 GB"
     small(step, step.weight_bytes + 2 * KIB + step.page_bytes)
-    plan = plans.make_plan(step, 128, is_whole=True)
-    assert "a tenth is held back, and the rest holds no page of 64 tokens" in plan.reason
+    plan: Any = plans.make_plan(step, 128, is_whole=True)
+    assert (
+        "a tenth of the rest is reserved, and what remains holds no page of 64 tokens"
+        in plan.reason
+    )
     small(step, step.weight_bytes + KIB)
     compiler.refuses_layers = 8
     assert "17.74G" in plans.make_plan(step, 128, is_whole=False).reason
 
 
-def test_weights_that_are_too_much_alone_are_refused_with_the_way_out(monkeypatch, compiler):
+def test_too_large_weights_are_refused_with_suggestions(monkeypatch, compiler):
     model = models.find_model("llama31_70b", compile_matrix.load_matrix()["models"])
     asked = options.PlanRequest(context=8192)
     place = chip(monkeypatch, "h100:8")
     step = compile_steps.StepProgram(place, model, options.engine_config(model, asked))
-    plan = plans.make_plan(step, 8192, is_whole=False)
+    plan: Any = plans.make_plan(step, 8192, is_whole=False)
     assert compiler.asked == [] and not plan.fits
     text = report.as_text(step, 8192, plan)
     assert "one device of its 8, bfloat16" in text and "--mesh=tensor=8, --quant=" in text
@@ -242,11 +242,11 @@ def test_weights_that_are_too_much_alone_are_refused_with_the_way_out(monkeypatc
           "num_hidden_layers": 3}, "try --quant=int8 or int4, --search for what"),
     ],
 )  # fmt: skip
-def test_the_way_out_is_a_mesh_that_the_model_divides_by(monkeypatch, changes, way):
+def test_suggested_mesh_divides_the_model(monkeypatch, changes, way):
     assert report.suggest_fix(program(monkeypatch, "v5e:2x4", LLAMA | changes)).startswith(way)
 
 
-def test_an_overlap_of_nothing_is_refused_as_by_the_engine_on_that_chip(monkeypatch):
+def test_overlap_without_sums_is_refused(monkeypatch):
     model = models.model_from_table("tiny", LLAMA)
     asked = options.PlanRequest(mesh="tensor=4", context=128, overrides=["mesh.overlap=true"])
     config = options.engine_config(model, asked)
@@ -258,7 +258,7 @@ def test_an_overlap_of_nothing_is_refused_as_by_the_engine_on_that_chip(monkeypa
             refused(place, model, config, *more)
 
 
-def test_pages_say_what_their_number_comes_from(monkeypatch, compiler):
+def test_plan_states_the_source_of_its_pages(monkeypatch, compiler):
     step = program(monkeypatch, "v5e:2x2", EIGHT_LAYERS, mesh="tensor=4")
     small(step, step.weight_bytes + 2 * KIB + 6 * step.page_bytes)
     assert plans.make_plan(step, 128, is_whole=False).pages_from.startswith("90 % of what weights")
@@ -266,15 +266,15 @@ def test_pages_say_what_their_number_comes_from(monkeypatch, compiler):
     assert plans.make_plan(step, 128, is_whole=False).pages_from == "cache.num_pages"
 
 
-def test_a_pool_for_less_than_one_request_does_not_fit(monkeypatch, compiler):
+def test_pool_below_one_request_does_not_fit(monkeypatch, compiler):
     step = program(monkeypatch, "v5e:2x2", EIGHT_LAYERS, mesh="tensor=4")
     small(step, step.weight_bytes + 2 * KIB + 2 * step.page_bytes)
-    plan = plans.make_plan(step, 128, is_whole=False)
+    plan: Any = plans.make_plan(step, 128, is_whole=False)
     assert not plan.fits and plan.tokens_cached == 64
     assert "a request of 128 tokens" in plan.reason and "room for 64" in plan.reason
 
 
-def test_the_search_tries_every_way_to_use_the_devices():
+def test_search_tries_every_mesh():
     found = list(search_module.meshes(4, MeshConfig()))
     assert len(found) == len(set(found)) == 1 + 4 + 10  # 1, 2 and 4 devices a replica, four axes
     assert all(mesh.num_devices == 4 for mesh in found)
@@ -287,7 +287,7 @@ def listed() -> tuple[Any, Any, Any]:
     return place, model, search_module.candidates(place, model, config, (None, "int8"), 128)
 
 
-def test_the_search_lists_what_fits_by_devices_and_then_by_speed(listed):
+def test_search_sorts_by_devices_then_speed(listed):
     place, model, found = listed
     order = [(c.num_devices, -c.tokens_per_second) for c in found]
     assert order == sorted(order)
@@ -303,16 +303,18 @@ def test_the_search_lists_what_fits_by_devices_and_then_by_speed(listed):
     assert found[-1].weight_bytes == exact.weight_bytes
 
 
-def test_the_search_splits_experts():
-    found = search_module.candidates(*on_four_chips(MIXTRAL, 2**30), (None,), 128)
+def test_search_splits_experts():
+    four_chips: Any = on_four_chips(MIXTRAL, 2**30)
+    more: Any = (None,), 128
+    found = search_module.candidates(*four_chips, *more)
     assert {c.config.mesh.expert for c in found} == {1, 2, 4}
 
 
-def test_the_cheapest_are_compiled_until_some_fit(listed, compiler, monkeypatch):
+def test_search_compiles_the_cheapest_until_some_fit(listed, compiler, monkeypatch):
     place, model, by_arithmetic = listed
     monkeypatch.setattr(search_module, "candidates", lambda *args: list(by_arithmetic))
     compiler.temporaries = 200 * KIB
-    found = search_module.search(place, model, None, (), 128, num_compiled=2)
+    found: Any = search_module.search(place, model, EngineConfig(), (), 128, num_compiled=2)
     asked = [c for c in found if c.plan is not None]
     assert asked == found[: len(asked)] and [c.plan.fits for c in asked].count(True) == 2
     assert not asked[0].plan.fits and asked[-1].plan.fits, "of one device none fits so"
@@ -355,7 +357,7 @@ WRONG = {
 }
 
 
-def test_the_script_answers_what_is_wrong_in_a_line_and_leaves_with_2(tmp_path):
+def test_wrong_options_are_one_line_and_exit_code_2(tmp_path):
     bert = LLAMA | {"model_type": "bert", "type_vocab_size": 2, "hidden_act": "gelu"}
     places = {"encoder": bert, "large": LLAMA | {"vocab_size": 10**16}}
     for name, keys in places.items():

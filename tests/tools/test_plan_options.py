@@ -1,4 +1,4 @@
-"""What the planner's options mean, and what it makes of quantized checkpoints."""
+"""The planner's options, and its plans of quantized checkpoints."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.support.tiny_plans import (
 
 
 @pytest.mark.parametrize(("stored", "recipe"), [(None, None), ({}, None), *QUANTIZED])
-def test_a_quantized_checkpoint_is_planned_as_such_unless_told_otherwise(tmp_path, stored, recipe):
+def test_quantized_checkpoint_is_planned_as_stored_by_default(tmp_path, stored, recipe):
     keys = LLAMA if stored is None else LLAMA | {"quantization_config": stored}
     (tmp_path / "config.json").write_text(json.dumps(keys))
     model = models.find_model(str(tmp_path), {})
@@ -52,7 +52,7 @@ def test_a_quantized_checkpoint_is_planned_as_such_unless_told_otherwise(tmp_pat
 
 
 @pytest.mark.parametrize(("stored", "reason"), UNREAD)
-def test_weights_that_the_engine_refuses_are_planned_only_when_told_how(tmp_path, stored, reason):
+def test_refused_weights_need_an_explicit_quantization(tmp_path, stored, reason):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"quantization_config": stored}))
     model = models.find_model(str(tmp_path), {})
     with pytest.raises(ValueError, match=f"{reason}.*--quant=none plans it dequantized"):
@@ -78,12 +78,12 @@ def test_weights_that_the_engine_refuses_are_planned_only_when_told_how(tmp_path
         ({"overrides": ["scheduler.max_num_seqs=100000"]}, "--rows .* plans take at most 65,536"),
     ],
 )
-def test_options_that_would_have_no_effect_or_no_end_are_refused(asked, reason):
+def test_options_without_effect_or_bound_are_refused(asked, reason):
     with pytest.raises(ValueError, match=reason):
         options.engine_config(models.model_from_table("tiny", LLAMA), options.PlanRequest(**asked))
 
 
-def test_a_search_keeps_to_a_quantization_that_is_asked_for_and_a_presets_mesh_is_no_order():
+def test_search_keeps_a_set_quantization_but_not_the_presets_mesh():
     model = models.model_from_table("tiny", LLAMA)
     for kinds, asked in (
         (("int4",), options.PlanRequest(overrides=["quantize=int4"])),
@@ -102,13 +102,13 @@ def test_a_search_keeps_to_a_quantization_that_is_asked_for_and_a_presets_mesh_i
     assert options.searched_quantizations(options.PlanRequest(), config) == ("int4",)
 
 
-def test_a_length_that_is_set_is_the_context():
+def test_set_length_is_the_context():
     model = models.model_from_table("tiny", LLAMA)
     asked = options.PlanRequest(overrides=["max_model_len=48"])
     assert options.plan_context(model, options.engine_config(model, asked), asked) == 48
 
 
-def test_a_length_past_the_models_is_taken_or_refused_as_the_engine_does(monkeypatch):
+def test_length_beyond_the_model_is_treated_as_by_the_engine(monkeypatch):
     said = []
     monkeypatch.setattr(logging, "warning", lambda text, *values: said.append(text % values))
     model, asked = (
@@ -124,7 +124,7 @@ def test_a_length_past_the_models_is_taken_or_refused_as_the_engine_does(monkeyp
         options.engine_config(models.model_from_table("tiny", GPT2), asked)
 
 
-def test_the_type_of_numbers_is_what_the_engine_takes_there():
+def test_dtype_is_the_engines_on_the_platform():
     model = models.model_from_table("tiny", LLAMA)
     for overrides, platform, dtype in (
         ((), "cpu", "float32"), ((), "gpu", "bfloat16"), (("dtype=auto",), "tpu", "bfloat16"),
@@ -134,7 +134,7 @@ def test_the_type_of_numbers_is_what_the_engine_takes_there():
         assert options.engine_config(model, asked, platform).dtype == dtype
 
 
-def test_a_gguf_file_is_planned_by_the_bytes_of_its_weights():
+def test_gguf_file_is_planned_by_its_bytes():
     model = models.find_model(str(demo_model_path()), {})
     assert model.stored == models.StoredForm("gguf", "int4")
     assert models.find_model("demo", {}).config == model.config
@@ -149,7 +149,7 @@ def convert(source: Path, folder: Path, kind: str | None, *, keep_packed: bool) 
     return folder
 
 
-def test_a_converted_checkpoint_is_planned_by_what_was_written(tmp_path):
+def test_converted_checkpoint_is_planned_by_its_manifest(tmp_path):
     plain = write_checkpoint(TinyLlama(num_layers=1), tmp_path / "plain")
     awq, _ = write_quantized("awq", tmp_path)
     for source, kind, keep_packed, recipe in (

@@ -1,25 +1,22 @@
-"""The planner's roofline, held to numbers computed by hand."""
+"""The planner's roofline compared with numbers computed by hand."""
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import pytest
 
+from jaxinfer.tools.compile_gate import collectives
+from jaxinfer.tools.planner import plans, roofline, search
 from tests.support.tiny_plans import LLAMA, MIXTRAL, chip, compile_matrix, program
 
-roofline: Any = importlib.import_module("jaxinfer.tools.planner.roofline")
-collectives: Any = importlib.import_module("jaxinfer.tools.compile_gate.collectives")
-plans: Any = importlib.import_module("jaxinfer.tools.planner.plans")
-search: Any = importlib.import_module("jaxinfer.tools.planner.search")
 Collective, Load, Work = collectives.Collective, roofline.StepLoad, roofline.StepWork
 load_target = compile_matrix.load_target
 
 MB = 1_000_000
 
 
-def test_a_step_takes_the_longer_of_memory_and_products_and_then_its_links():
+def test_bound_is_the_longer_of_memory_and_compute_plus_links():
     target = load_target("cpu")  # 20 GB/s, 100 GFLOP/s
     least = roofline.roofline_bound(Work(2e9, 1e9, {"bfloat16": 5e9, "int8": 5e9}), target, 0.05)
     assert (least.weights, least.cache, least.compute) == pytest.approx((0.1, 0.05, 0.1))
@@ -28,7 +25,7 @@ def test_a_step_takes_the_longer_of_memory_and_products_and_then_its_links():
     assert busy.seconds == pytest.approx(0.4 + 0.5) and busy.limit == "links"
 
 
-def test_a_number_type_that_a_chip_has_no_units_for_runs_at_the_wider_ones_rate():
+def test_unsupported_number_type_runs_at_the_wider_rate():
     h100, a100 = load_target("h100"), load_target("a100")
     assert roofline.flop_rate(h100, "float8_e4m3fn") == 1979e12
     assert roofline.flop_rate(a100, "float8_e4m3fn") == roofline.flop_rate(a100, "bfloat16")
@@ -65,9 +62,7 @@ def test_a_number_type_that_a_chip_has_no_units_for_runs_at_the_wider_ones_rate(
         ("tpu7x:2x2x1", {"tensor": 8}, ("all-reduce", "tensor"), 1.75 * MB / 100e9),
     ],
 )  # fmt: skip
-def test_a_collective_goes_at_the_rate_of_the_links_that_it_takes(
-    target, sizes, collective, seconds
-):
+def test_collective_runs_at_the_rate_of_its_links(target, sizes, collective, seconds):
     kind, axis = collective
     groups = collectives.groups_over(sizes, [(axis, 1, sizes[axis])])
     one = Collective(kind, MB, sizes[axis], times=3, groups=groups)
@@ -78,7 +73,7 @@ def test_a_collective_goes_at_the_rate_of_the_links_that_it_takes(
     ("groups", "rate"),
     [("[8,8]<=[64]", 450e9), ("[8,8]<=[8,8]T(1,0)", 50e9)],
 )
-def test_the_devices_of_a_group_are_those_that_the_program_names(monkeypatch, groups, rate):
+def test_group_devices_are_read_from_the_program(monkeypatch, groups, rate):
     """Eight of one host, and one of each of eight hosts."""
     step = program(monkeypatch, "h100:8x8", LLAMA | {"num_hidden_layers": 8}, mesh=MESH)
     text = TEXT.format(groups=groups)
@@ -97,7 +92,7 @@ ENTRY %main (x: s8[1000000]) -> s8[1000000] {{
 """
 
 
-def test_what_queries_see_and_rows_read_ends_at_a_window():
+def test_window_limits_attention_and_cache_reads():
     chunk = Load(rows=2, new=3, context=10)
     assert chunk.num_tokens == 6
     assert chunk.seen(None) == 2 * (8 + 9 + 10) and chunk.cached(None) == 2 * 10
@@ -120,8 +115,8 @@ def test_the_work_of_a_decode_step_on_one_device(monkeypatch):
     assert work.flops == {"bfloat16": 2 * 4 * (4 * LAYER + HEAD) + attention}
 
 
-def test_eight_devices_share_the_work_and_each_has_a_kv_head_of_its_own(monkeypatch):
-    """4 KV heads are repeated to 8; norms are everybody's."""
+def test_eight_devices_share_the_work_with_one_kv_head_each(monkeypatch):
+    """4 KV heads are repeated to 8; every device has the norms."""
     step = program(monkeypatch, "v5e:2x4", LLAMA, mesh="tensor=8")
     work = roofline.step_work(step, Load(rows=4, new=1, context=128))
     layer = (LAYER + 2 * 64 * 32) / 8
@@ -131,14 +126,14 @@ def test_eight_devices_share_the_work_and_each_has_a_kv_head_of_its_own(monkeypa
     assert work.flops == {"bfloat16": 2 * 4 * (4 * layer + HEAD / 8) + attention}
 
 
-def test_a_stage_has_its_own_layers_and_its_part_of_the_head(monkeypatch):
+def test_stage_has_its_layers_and_its_part_of_the_head(monkeypatch):
     step = program(monkeypatch, "v5e:2x2", LLAMA, mesh="pipe=4")
     work = roofline.step_work(step, Load(rows=1, new=1, context=128))
     assert work.flops == {"bfloat16": 2 * (LAYER + HEAD / 4) + 128 * 2 * 8 * 16}
     assert work.cache_bytes == 128 * 2 * (4 * 8) * 2
 
 
-def test_of_experts_those_are_read_that_tokens_meet_and_computed_that_they_take(monkeypatch):
+def test_expert_work_follows_the_routed_tokens(monkeypatch):
     step = program(monkeypatch, "v5e", MIXTRAL, chunk=64)
     one = roofline.step_work(step, Load(rows=1, new=1, context=128))
     many = roofline.step_work(step, Load(rows=64, new=1, context=128))
@@ -151,7 +146,7 @@ def test_of_experts_those_are_read_that_tokens_meet_and_computed_that_they_take(
     assert read == pytest.approx(2 * 4 * 8 * expert * (1 - 0.75**64))
 
 
-def test_devices_of_a_sequence_share_its_cache_and_the_tokens_of_a_long_step(monkeypatch):
+def test_sequence_devices_share_cache_and_long_steps(monkeypatch):
     step = program(monkeypatch, "v5e:2x2", LLAMA, mesh="seq=4", context=512, chunk=512, rows=64)
     few = roofline.step_work(step, Load(rows=64, new=1, context=128))
     products = 64 * 2 * (4 * LAYER + HEAD)
@@ -176,7 +171,7 @@ def test_products_run_in_the_type_of_their_activations(monkeypatch, quant, kinds
     assert step.weight_bytes < plain.weight_bytes
 
 
-def test_the_rate_of_a_slice_counts_the_links_that_a_chip_has_in_it(monkeypatch):
+def test_slice_rate_counts_a_chips_links(monkeypatch):
     assert roofline.slice_rate(chip(monkeypatch, "v5p:2x2x4").target) == 400e9
     assert roofline.slice_rate(chip(monkeypatch, "v5e").target) == 50e9
 
@@ -188,14 +183,14 @@ def added(step: Any, rows: int) -> list[tuple[str, int, int, int]]:
     ]
 
 
-def test_the_layers_of_a_stage_sum_twice_and_hand_on_once(monkeypatch):
+def test_stage_layers_sum_twice_and_send_once(monkeypatch):
     step = program(monkeypatch, "v5e:2x4", LLAMA, mesh="pipe=2,tensor=4")
     size = 4 * 64 * 2  # 4 rows of 64 numbers
     assert added(step, 4) == [("all-reduce", size, 4, 2 * 2), ("collective-permute", size, 2, 1)]
     assert added(program(monkeypatch, "v5e", LLAMA), 4) == []
 
 
-def test_devices_of_a_sequence_merge_what_their_parts_of_it_give(monkeypatch):
+def test_sequence_devices_merge_partial_results(monkeypatch):
     """A layer's 4 rows x 4 heads of float32: 8 values each in one sum, a maximum and a weight."""
     step = program(monkeypatch, "v5e:2x4", LLAMA, mesh="seq=4,tensor=2")
     heads = 4 * 4 * 4
@@ -204,7 +199,7 @@ def test_devices_of_a_sequence_merge_what_their_parts_of_it_give(monkeypatch):
     assert merged == [("all-reduce", heads * 8, 4, 4), ("all-reduce", heads, 4, 8)]
 
 
-def test_many_rows_go_round_a_ring(monkeypatch):
+def test_many_tokens_use_a_ring(monkeypatch):
     """Of 512 a device has 128: keys and values to 3 others, queries to all and what they gather."""
     step = program(monkeypatch, "v5e:2x2", LLAMA, mesh="seq=4", rows=512, chunk=512)
     heads = 128 * 8

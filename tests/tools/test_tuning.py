@@ -1,4 +1,4 @@
-"""Tilings: measured values as data, the model that ranks them, the search that finds them."""
+"""Tilings: tuning files, the model that ranks tilings, the search."""
 
 from __future__ import annotations
 
@@ -19,17 +19,13 @@ import pytest
 from jaxinfer.kernels import tuning
 from jaxinfer.kernels.dispatch import dispatch
 from jaxinfer.kernels.triton_launch import TritonLaunch
+from jaxinfer.tools import kernel_cases
+from jaxinfer.tools.compile_gate.matrix import load_target
+from jaxinfer.tools.compile_gate.text import KernelResources
+from jaxinfer.tools.device_check import worker
+from jaxinfer.tools.tuner import files, model, search
 from tests.support.paths import ROOT
 from tests.support.triton_bench import needs_triton
-
-# Scripts are run, not installed; they find each other by their folder.
-kernel_cases: Any = importlib.import_module("jaxinfer.tools.kernel_cases")
-files: Any = importlib.import_module("jaxinfer.tools.tuner.files")
-model: Any = importlib.import_module("jaxinfer.tools.tuner.model")
-search: Any = importlib.import_module("jaxinfer.tools.tuner.search")
-worker: Any = importlib.import_module("jaxinfer.tools.device_check.worker")
-KernelResources: Any = importlib.import_module("jaxinfer.tools.compile_gate.text").KernelResources
-load_target: Any = importlib.import_module("jaxinfer.tools.compile_gate.matrix").load_target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,13 +52,13 @@ def write(folder: Path, fields: dict[str, Any]) -> None:
     (folder / "nvidia_h200.json").write_text(text)
 
 
-def test_measured_fields_replace_the_heuristics_and_the_rest_stays(folder):
+def test_tuned_fields_replace_the_heuristic(folder):
     write(folder, {"block": 64})
     assert tuning.tuned(Tiling(16, 8), "op/gpu", "D=8") == Tiling(64, 8)
 
 
 @pytest.mark.parametrize(("operator", "key"), [("op/gpu", "D=9"), ("op/tpu", "D=8")])
-def test_what_was_not_measured_the_heuristic_decides(folder, operator, key):
+def test_heuristic_decides_without_a_tuned_entry(folder, operator, key):
     write(folder, {"block": 64})
     assert tuning.tuned(Tiling(16), operator, key) == Tiling(16)
 
@@ -74,13 +70,13 @@ def test_another_devices_file_is_not_read(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("fields", [{"split": 2}, {"block": 0}])
-def test_a_file_that_no_longer_fits_its_tiling_is_refused(folder, fields):
+def test_outdated_tuning_file_is_refused(folder, fields):
     write(folder, fields)
     with pytest.raises(ValueError, match=r"nvidia_h200.json, op/gpu, 'D=8'.*tune again"):
         tuning.tuned(Tiling(16), "op/gpu", "D=8")
 
 
-def test_a_file_that_is_no_table_of_tilings_is_refused(folder):
+def test_invalid_tuning_file_is_refused(folder):
     path = folder / "nvidia_h200.json"
     for text in ("{", "[]", '{"op/gpu": 3}', '{"op/gpu": {"D=8": 3}}'):
         path.write_text(text)
@@ -89,7 +85,7 @@ def test_a_file_that_is_no_table_of_tilings_is_refused(folder):
             tuning.tuned(Tiling(16), "op/gpu", "D=8")
 
 
-def test_the_files_that_ship_hold_fields_of_backends_that_exist():
+def test_shipped_tuning_files_match_backends():
     for path in (ROOT / "kernels" / "tuned").glob("*.json"):
         for name, entries in tuning.load(path).items():
             operator, backend = name.split("/")
@@ -113,7 +109,7 @@ def seconds(blocks: int, registers: int = 64, shared: int = 32768, **changes: An
     return model.estimate(H100, [launch(blocks)], [resources], **work).seconds
 
 
-def test_the_chips_figures_are_those_of_its_datasheet():
+def test_gpu_figures_match_the_datasheet():
     assert H100.multiprocessors == 132 and H100.shared_bytes == 228 * 1024
     assert H100.matrix_rate == pytest.approx(1.07e15, rel=0.01)  # 989e12 at the sustained clock
     assert model.Gpu.from_target(load_target("a100")).matrix_rate == pytest.approx(312e12, rel=0.01)
@@ -130,29 +126,27 @@ def test_the_chips_figures_are_those_of_its_datasheet():
         (255, 0, 16, 0),
     ],
 )
-def test_a_multiprocessor_holds_as_many_blocks_as_its_scarcest_part(
-    registers, shared, num_warps, blocks
-):
+def test_resident_blocks_follow_the_scarcest_resource(registers, shared, num_warps, blocks):
     resources = KernelResources("k", registers, shared, 0)
     assert model.resident_blocks(H100, resources, num_warps) == blocks
 
 
-def test_a_tiling_costs_more_with_a_part_filled_last_wave_or_idle_multiprocessors():
+def test_partly_filled_waves_cost_more():
     full = seconds(132 * 6)
     assert full == pytest.approx(1e9 / H100.bandwidth, rel=0.05)
     assert seconds(132 * 6 + 1) > 1.5 * full
     assert seconds(33) > 3.5 * full
 
 
-def test_too_few_bytes_on_their_way_leave_the_memory_waiting():
+def test_too_few_bytes_in_flight_slow_the_memory():
     assert seconds(132, shared=1024) > 1.5 * seconds(132, shared=65536)
 
 
-def test_arithmetic_beyond_the_bytes_decides():
+def test_compute_bound_estimate():
     assert seconds(792, flops=10**13) == pytest.approx(1e13 / H100.matrix_rate, rel=0.05)
 
 
-def test_what_launches_hand_over_is_counted_there_and_back():
+def test_intermediate_results_count_twice():
     part = (jax.ShapeDtypeStruct((10**9 // 4,), jnp.float32),)
     resources = [KernelResources("k", 64, 32768, 0)] * 2
     both = [launch(792, outputs=part), launch(1, outputs=part)]
@@ -160,7 +154,7 @@ def test_what_launches_hand_over_is_counted_there_and_back():
     assert found == pytest.approx(3e9 / H100.bandwidth, rel=0.05)
 
 
-def test_a_block_that_fits_nowhere_is_refused():
+def test_block_beyond_a_multiprocessor_is_refused():
     with pytest.raises(ValueError, match="cannot hold one of its blocks"):
         model.estimate(H100, [launch(1, 16)], [KernelResources("k", 255, 0, 0)], 1, 1)
 
@@ -174,7 +168,7 @@ def measured(key: str, **figures: float | None) -> dict[str, Any]:
     return {"status": "measured", "operator": "op", "backend": "gpu", "key": key, "tried": tried}
 
 
-def test_the_best_over_all_cases_of_a_key_is_chosen_relative_to_today():
+def test_best_tiling_is_relative_to_the_current_one():
     # Of block 16 the long case gains, the short one loses more.
     rows = [
         measured("a", today=100.0, b16=80.0, b32=90.0),
@@ -193,11 +187,11 @@ def test_the_best_over_all_cases_of_a_key_is_chosen_relative_to_today():
     ],
     ids=["noise", "fails in one case", "nothing to compare with", "no other"],
 )
-def test_todays_tiling_stays_unless_another_wins_everywhere(rows):
+def test_current_tiling_stays_unless_another_wins_everywhere(rows):
     assert files.best_tiling(rows) is None
 
 
-def test_writing_keeps_what_other_keys_have(tmp_path):
+def test_writing_keeps_other_keys(tmp_path):
     path = tmp_path / "tuned" / "gpu.json"
     first = {("op/gpu", "a"): {"tiling": {"block": 1}}}
     files.write_tilings(path, first | {("op/gpu", "b"): {"tiling": {"block": 2}}})
@@ -239,7 +233,7 @@ def toy(monkeypatch):
     return module
 
 
-def test_a_search_measures_what_agrees_with_today_and_says_why_others_do_not(toy, monkeypatch):
+def test_search_measures_agreeing_tilings_and_explains_others(toy, monkeypatch):
     taken = iter([4.0, 2.0, 3.0])
     monkeypatch.setattr(search, "device_seconds", lambda *a, **k: next(taken))
     found = search.tune(job())
@@ -251,15 +245,16 @@ def test_a_search_measures_what_agrees_with_today_and_says_why_others_do_not(toy
     assert "differs from the current tiling's result" in by_block[3]["reason"]
     assert by_block[5]["reason"] == "no kernel of 5"
     rows = [job() | found | {"status": "measured"}]
-    assert files.best_tiling(rows)["tiling"] == {"block": 7, "num_warps": 4}
+    best = files.best_tiling(rows)
+    assert best is not None and best["tiling"] == {"block": 7, "num_warps": 4}
 
 
-def test_only_as_many_as_asked_are_measured(toy, monkeypatch):
+def test_keep_limits_the_measured_tilings(toy, monkeypatch):
     monkeypatch.setattr(search, "device_seconds", lambda *a, **k: 1.0)
     assert len(search.tune(job(keep=1))["tried"]) == 2  # and today's
 
 
-def test_without_a_device_spills_and_refusals_are_dropped_and_the_model_ranks(toy, monkeypatch):
+def test_ranking_without_a_device_drops_spills_and_refusals(toy, monkeypatch):
     def compile_launch(self, tiling):
         if tiling == 5:
             raise ValueError("out of shared memory")
@@ -286,7 +281,7 @@ def test_without_a_device_spills_and_refusals_are_dropped_and_the_model_ranks(to
     ]
 
 
-def test_a_backend_without_candidates_declines_and_one_that_does_not_take_the_case_fails(toy):
+def test_backend_without_candidates_declines(toy):
     toy.tiling_key = lambda x, weight: "D=8"
     answer = worker.handle(job(), print)
     assert answer["status"] == "failed" and "missing 1 required" in answer["reason"]
@@ -312,12 +307,12 @@ def tune(*args: str) -> subprocess.CompletedProcess[str]:
         (["--keep=0"], "keep"),
     ],
 )
-def test_the_tuner_refuses_what_it_cannot_honour(args, match):
+def test_tuner_refuses_contradicting_flags(args, match):
     done = tune(*args)
     assert done.returncode != 0 and match in done.stdout + done.stderr
 
 
-def test_without_a_device_or_a_target_the_tuner_says_so():
+def test_tuner_without_device_and_target_fails():
     done = tune()
     assert done.returncode != 0 and "no GPU or TPU" in done.stderr + done.stdout
 

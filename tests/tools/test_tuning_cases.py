@@ -1,10 +1,9 @@
-"""The tuner and the kernels' cases: what is searched has tilings, by the key that is looked up."""
+"""The tuner and the kernels' cases: every searched case has tilings under its key."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 import sys
 from typing import Any
 
@@ -12,11 +11,9 @@ import jax
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-# Scripts are run, not installed; they find each other by their folder.
-kernel_calls: Any = importlib.import_module("jaxinfer.tools.kernel_calls")
-kernel_cases: Any = importlib.import_module("jaxinfer.tools.kernel_cases")
-search: Any = importlib.import_module("jaxinfer.tools.tuner.search")
-tune_kernels: Any = importlib.import_module("jaxinfer.tools.tuner.tune")
+from jaxinfer.tools import kernel_calls, kernel_cases
+from jaxinfer.tools.tuner import search
+from jaxinfer.tools.tuner import tune as tune_kernels
 
 
 def test_only_tunable_cases_are_searched(monkeypatch):
@@ -37,9 +34,7 @@ UNTUNED = [("rope_and_write", "tpu")]
 
 
 @pytest.mark.parametrize("operator", kernel_cases.operators())
-def test_every_tunable_case_has_tilings_and_the_key_that_its_backend_looks_up(
-    operator, monkeypatch
-):
+def test_every_tunable_case_has_tilings_under_its_key(operator, monkeypatch):
     pytest.importorskip("triton")
     reached: dict[str, bool] = {}  # whether a backend took any case
     for is_tiny in (False, True):

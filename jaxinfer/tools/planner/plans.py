@@ -186,7 +186,7 @@ def _refused(program: StepProgram, why: str) -> ModelPlan:
         reason = (
             f"of {gigabytes(limit)} a device, weights and a step take "
             f"{gigabytes(total - program.page_bytes)}; a tenth of the rest is reserved, and "
-            f"the rest holds no page of {cache.page_size} tokens"
+            f"what remains holds no page of {cache.page_size} tokens"
         )
     return ModelPlan(False, reason, program.num_layers, {})
 
