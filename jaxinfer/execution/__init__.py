@@ -1,2 +1,1 @@
-"""What runs on the device: the packed batch, the jitted step, the state between steps, and
-memory."""
+"""What runs on the device: the packed batch, the step, the state between steps, and memory."""

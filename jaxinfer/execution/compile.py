@@ -1,4 +1,4 @@
-"""Compiling programs ahead of time, with the options of the platform that is traced for."""
+"""Ahead-of-time compilation, with XLA options for the platform that is traced for."""
 
 from __future__ import annotations
 
@@ -14,18 +14,21 @@ from jaxinfer.kernels.dispatch import platform
 
 NUM_COMPILE_THREADS = 2
 
-# GPU: left alone, XLA cuts a decode step's products along the contracted axis, and each sum of
-# parts is one kernel more, with which neither the addition to the residual stream nor the norm
-# behind it is fused (a Llama-3-8B layer compiled for an H100, jax 0.10.2: 11 launches so, 8 with).
+# By default XLA splits a decode step's products on a GPU along the contracted axis. Each sum of the
+# parts is one more kernel, which is fused with neither the addition to the residual stream nor the
+# norm behind it. A Llama-3-8B layer compiled for an H100 has 11 launches so, and 8 with this option
+# (jax 0.10.2).
 COMPILER_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "gpu": {"xla_gpu_experimental_force_split_k": 1}
 }
-_nothing = jax.jit(lambda: 0)  # to ask XLA which options it knows
+_nothing = jax.jit(lambda: 0)  # compiled to find out which options XLA knows
 
 
 def compiler_options() -> dict[str, Any]:
-    """For `lower().compile(compiler_options=...)`, of the platform that is traced for. An option
-    that the installed XLA does not know is left out, and logged: it changes speed alone."""
+    """Return the options for `lower().compile(compiler_options=...)` on the platform traced for.
+
+    An option that the installed XLA does not know is left out and logged: it changes speed alone.
+    """
     options = COMPILER_OPTIONS.get(platform(), {})
     return {name: value for name, value in options.items() if _is_known(name, value)}
 
@@ -49,9 +52,9 @@ def compile_program(lowered: Any) -> Any:
 def compile_programs(
     lower: Mapping[Any, Callable[[], Any]], on_compiled: Callable[[Any, Any], None]
 ) -> None:
-    """Lower and compile every program; `on_compiled` gets the key and the program of each one done.
+    """Lower and compile every program; `on_compiled` gets each one's key and compiled program.
 
-    Tracing holds Python's lock, compiling does not: one thread traces, two compile.
+    Tracing holds Python's lock and compiling does not: one thread traces while two compile.
     """
     options = compiler_options()
     compiled = lambda lowered: lowered.compile(compiler_options=options)

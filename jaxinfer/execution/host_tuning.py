@@ -10,17 +10,18 @@ from pathlib import Path
 
 import jax
 
-YOUNG_OBJECTS = 50_000  # allocated net of freed, before the young generation is looked through
-COMPUTE_NICENESS = 5  # a third of the weight of a thread that is not nice
+YOUNG_OBJECTS = 50_000  # net allocations between two collections of the young generation
+COMPUTE_NICENESS = 5  # gives a thread a third of the usual weight
 
 
 def tune_gc() -> None:
-    """Collect garbage seldom, and never look again at what exists now.
+    """Collect garbage rarely, and exclude the objects that exist now from collection.
 
-    A step of many rows makes about a thousand small objects and drops them by reference count. By
-    default (700 objects) that is a collection a step, and every hundredth walks all that loading
-    and compiling left behind: a pause in everybody's stream. Call it once, when the engine is warm,
-    and only where engines are not made again and again: what is frozen in a cycle stays for good.
+    A step of many rows creates about a thousand small objects, which reference counts free. With
+    the default threshold (700 objects) that is one collection in every step, and every hundredth
+    one walks all objects that loading and compiling left behind: a pause in every stream. Call this
+    once, when the engine is warm, in a process that makes no further engines: reference cycles
+    among the frozen objects are never freed.
     """
     gc.collect()
     gc.freeze()
@@ -28,17 +29,17 @@ def tune_gc() -> None:
 
 
 def lower_compute_priority() -> None:
-    """On a CPU, let the threads that compute yield to those that talk to clients.
+    """On a CPU, let the threads that compute yield to those that serve clients.
 
-    XLA keeps every core busy for a whole step; without this, what a client waits for (a refusal, a
-    probe, a token's bytes) queues behind it for milliseconds at a time. Makes every thread but the
-    calling one nice, so call it when the engine is warm and no other thread is started yet. Linux
-    alone has priorities of threads; elsewhere, and on an accelerator, it does nothing.
+    XLA keeps every core busy for a whole step; without this, a refusal, a probe or a token's bytes
+    wait for milliseconds behind it. Lowers the priority of every thread but the calling one, so
+    call it when the engine is warm and before other threads are started. Does nothing on an
+    accelerator, or where threads have no priorities of their own (only Linux has them).
     """
     tasks = Path("/proc/self/task")
     if jax.default_backend() != "cpu" or not tasks.is_dir():
         return
     for task in tasks.iterdir():
         if int(task.name) != threading.get_native_id():
-            with contextlib.suppress(OSError):  # it has just ended
+            with contextlib.suppress(OSError):  # the thread has just ended
                 os.setpriority(os.PRIO_PROCESS, int(task.name), COMPUTE_NICENESS)

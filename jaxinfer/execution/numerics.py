@@ -1,4 +1,4 @@
-"""From a configuration to how a model computes."""
+"""The number types, forms of weights and kernels that a configuration asks of a model."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from jaxinfer.options import ConfigError
 
 
 def numerics_for(config: EngineConfig) -> Numerics:
-    """The config's number types. `auto` is float32 on a CPU (bfloat16 products are slow there with
-    the jax of Python 3.11) and bfloat16 elsewhere."""
+    """Return how a model is to compute. `dtype` "auto" is float32 on a CPU, where bfloat16 products
+    are slow, and bfloat16 elsewhere. Raises `ConfigError` for an unknown attention backend."""
     backend = config.attention_backend
     if backend is not None and backend not in BACKENDS:
         raise ConfigError(
@@ -23,8 +23,8 @@ def numerics_for(config: EngineConfig) -> Numerics:
         )
     if backend == "hopper":
         raise ConfigError(
-            "attention_backend is 'hopper', which takes steps with prefill chunks alone; leave it "
-            "unset (on a Hopper such steps take it, others 'gpu'), or say 'gpu' for all"
+            "attention_backend is 'hopper', which runs only steps with prefill chunks; leave it "
+            "unset (a Hopper GPU then uses it for such steps, and 'gpu' for others), or set 'gpu'"
         )
     name = config.dtype
     if name == "auto":
@@ -33,20 +33,20 @@ def numerics_for(config: EngineConfig) -> Numerics:
 
 
 def keeps_packed(config: EngineConfig) -> bool:
-    """Whether quantized weights of a checkpoint stay so on the device."""
+    """Return whether a checkpoint's quantized weights stay quantized on the device."""
     return config.weights == "packed" or (config.weights == "auto" and platform() != "cpu")
 
 
 def check_weights(config: EngineConfig, weights: Weights) -> None:
-    """The weights were loaded before: refuse a config that they do not honour."""
+    """Raise `ConfigError` if loaded weights do not have the form that the config asks for."""
     is_any_quantized = any(isinstance(w, Quantized) for w in weights)
-    asked = {"weights": config.weights == "packed", "quantize": config.quantize is not None}
-    if any(asked.values()) and not is_any_quantized:
-        name = next(name for name, is_asked in asked.items() if is_asked)
+    requested = {"weights": config.weights == "packed", "quantize": config.quantize is not None}
+    if any(requested.values()) and not is_any_quantized:
+        name = next(name for name, is_requested in requested.items() if is_requested)
         raise ConfigError(
-            f"{name} is {getattr(config, name)!r}, but no weight is quantized: of a checkpoint "
-            "that is not, leave weights at 'auto' and set quantize to int8, int4 or float8; "
-            "weights that you pass yourself, load with keep_packed or quantize "
+            f"{name} is {getattr(config, name)!r}, but no weight is quantized: if the checkpoint "
+            "is not, leave weights at 'auto' and set quantize to int8, int4 or float8; load "
+            "weights that you pass yourself with keep_packed or quantize "
             "(loading.assign.load_weights)"
         )
     if config.weights == "dequantized" and config.quantize is None and is_any_quantized:
@@ -57,15 +57,15 @@ def check_weights(config: EngineConfig, weights: Weights) -> None:
 
 
 def check_numerics(config: EngineConfig, numerics: Numerics) -> None:
-    """The model was built with numerics of its own: refuse a config that says otherwise."""
-    asked = {
+    """Raise `ConfigError` if a model was built with other numerics than the config's."""
+    requested = {
         "dtype": (config.dtype, numerics.dtype.name),
         "batch_invariant": (config.batch_invariant, numerics.batch_invariant),
         "attention_backend": (config.attention_backend, numerics.attention_backend),
     }
     problems = [
         f"{name} is {wanted!r}, but the model was built with {built!r}"
-        for name, (wanted, built) in asked.items()
+        for name, (wanted, built) in requested.items()
         if wanted not in ("auto", built)
     ]
     if problems:

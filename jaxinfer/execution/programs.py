@@ -18,7 +18,7 @@ from jaxinfer.execution.batch import StepShape
 from jaxinfer.execution.state import EngineState, Program, initial_parts
 from jaxinfer.execution.step import StepOutput, run_step
 from jaxinfer.models.functional import Weights
-from jaxinfer.parallel.sharded_model import NOTHING
+from jaxinfer.parallel.sharded_model import REPLICATED
 from jaxinfer.sampling.slots import NUM_FLOATS, NUM_INTS, SlotExtras, write_extras, write_scalars
 
 
@@ -49,13 +49,15 @@ def _step(
 ) -> tuple[EngineState, StepOutput]:
     run = partial(run_step, program=program, shape=shape)
     weight_specs, state_specs = program.specs
-    on_mesh = program.on_mesh(run, (weight_specs, state_specs, NOTHING), (state_specs, NOTHING))
+    on_mesh = program.on_mesh(
+        run, (weight_specs, state_specs, REPLICATED), (state_specs, REPLICATED)
+    )
     return on_mesh(weights, state, packed)
 
 
 def _admit(state: EngineState, packed: jax.Array, *, program: Program) -> EngineState:
     _, specs = program.specs
-    return program.on_mesh(_write_slot, (specs, NOTHING), specs)(state, packed)
+    return program.on_mesh(_write_slot, (specs, REPLICATED), specs)(state, packed)
 
 
 def _write_slot(state: EngineState, packed: jax.Array) -> EngineState:
@@ -73,7 +75,7 @@ def _admit_extras(
     state: EngineState, slot: jax.Array, extras: SlotExtras, *, program: Program
 ) -> EngineState:
     _, specs = program.specs
-    on_mesh = program.on_mesh(_write_slot_extras, (specs, NOTHING, NOTHING), specs)
+    on_mesh = program.on_mesh(_write_slot_extras, (specs, REPLICATED, REPLICATED), specs)
     return on_mesh(state, slot, extras)
 
 

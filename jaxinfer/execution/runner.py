@@ -1,8 +1,7 @@
 """The runner: weights and state on the device, and the compiled programs that work on them.
 
-Programs are compiled ahead of time, one a bucket, and called as compiled: after warm-up nothing
-can compile unseen. A bucket that warm-up left out is compiled when first needed, with a warning,
-and counted.
+Programs are compiled ahead of time, one for each bucket, so that nothing compiles unnoticed after
+warm-up. A program that warm-up left out is compiled when first needed, logged and counted.
 """
 
 from __future__ import annotations
@@ -37,14 +36,13 @@ CPU_SAMPLE_TILE = 8  # rows sampled at once on a CPU: their temporaries stay in 
 
 
 class Runner:
-    """Runs plans. `max_model_len` is the longest request in tokens; it fixes the page table's
-    width.
+    """Runs plans. `max_model_len`, the longest request in tokens, fixes the page table's width.
 
-    `stages` holds what each stage of a pipeline works on since the last `dispatch`: the plan that
-    entered then, the one before it, ... (None: nothing). Without a pipeline that is one plan.
+    `stages` has the plan that each stage of a pipeline works on since the last `dispatch`, the one
+    that entered last first (None: nothing). Without a pipeline that is one plan.
 
-    On many hosts each has a runner. Process 0 announces the calls `run_...` and `reset_state` to
-    `peers`, with all that they are given, and the others make them too (`hosts.follow`).
+    With several processes each has a runner. Process 0 sends the calls `run_...` and `reset_state`
+    with their arguments to its `peers`, which make the same calls (`hosts.follow`).
     """
 
     def __init__(
@@ -86,12 +84,12 @@ class Runner:
         return len(self.config.buckets) + 2
 
     def shape_for(self, num_tokens: int) -> StepShape:
-        """Of the smallest bucket that holds `num_tokens`."""
+        """The shape of the smallest bucket that holds `num_tokens`."""
         bucket = self.config.bucket_for(num_tokens)
         return StepShape.of_bucket(bucket, self.num_slots, self.config.cache.page_size)
 
     def warm_up(self, on_progress: Callable[[str], None] = lambda program: None) -> None:
-        """Compile every program; `on_progress` gets the name of each one done."""
+        """Compile every program; `on_progress` gets the name of each one."""
         shapes = [self.shape_for(bucket) for bucket in reversed(self.config.buckets)]
         todo: dict[str, Callable[[], Any]] = {
             f"step[{shape.num_tokens}]": partial(self._lower_step, self.state, shape)
@@ -110,7 +108,7 @@ class Runner:
         self._is_warm = True
 
     def reset_state(self) -> None:
-        """A fresh state: an interrupted step may have taken the old one with it."""
+        """Make a fresh state; an interrupted step may have consumed the donated old one."""
         with self.peers.call(Op.RESET, 0):
             self._make_state()
 
@@ -123,22 +121,24 @@ class Runner:
         )
 
     def _make_state(self) -> None:
-        self.state: Any = None  # first, so that both need not fit
+        self.state: Any = None  # free the old state first: two may not fit
         self.state = self._initial_state()
         self.stages: list[Plan | None] = [None] * self.model.num_stages
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a further `dispatch` will bring the output of a plan dispatched before."""
+        """Whether a plan dispatched before is still in the pipeline."""
         return any(plan is not None for plan in self.stages[:-1])
 
     def dispatch(self, plan: Plan) -> tuple[Plan | None, StepOutput]:
-        """Start a step and return at once: the plan that it finishes (of a pipeline, the one that
-        entered as many steps ago as there are stages before the last; None: there was none) and
-        its output, which is read by `np.asarray`."""
+        """Start a step and return at once.
+
+        Returns the plan that the step finishes, and its output, which `np.asarray` waits for. In a
+        pipeline of S stages that plan entered S - 1 steps ago, or is None if none did.
+        """
         self.stages = [plan if plan.rows else None, *self.stages[:-1]]
-        most = max(p.num_tokens if p is not None else 1 for p in self.stages)
-        shape = self.shape_for(most)
+        largest = max(p.num_tokens if p is not None else 1 for p in self.stages)
+        shape = self.shape_for(largest)
         packed = build(plan, shape, self.num_slots)
         return self.stages[-1], self.run_step(shape.num_tokens, packed)
 
@@ -149,7 +149,7 @@ class Runner:
             self.run_extras(admission.slot, *extras)
 
     def run_step(self, bucket: int, packed: np.ndarray) -> StepOutput:
-        """The program of a bucket, on a plan as `batch.build` packs it."""
+        """Run a bucket's step on a plan that `batch.build` has packed."""
         with self.peers.call(Op.STEP, bucket, packed):
             lower = partial(self._lower_step, self.state, self.shape_for(bucket))
             program = self._program(f"step[{bucket}]", lower)
@@ -157,19 +157,19 @@ class Runner:
         return output
 
     def run_admit(self, packed: np.ndarray) -> None:
-        """The program that writes a packed `Admission`."""
+        """Write a packed `Admission` into its slot."""
         with self.peers.call(Op.ADMIT, 0, packed):
             program = self._program("admit", self._lower_admit)
             self.state = program(self.state, packed)
 
     def run_extras(self, slot: int, *extras: np.ndarray) -> None:
-        """The program that writes the arrays of a `SlotExtras`."""
+        """Write the arrays of a `SlotExtras` into a slot."""
         with self.peers.call(Op.EXTRAS, slot, *extras):
             program = self._program("admit_extras", self._lower_extras)
             self.state = program(self.state, np.int32(slot), SlotExtras(*extras))
 
     def _program(self, name: str, lower: Callable[[], Any]) -> Any:
-        """The compiled program of that name; compiled now, with a warning, if warm-up missed it."""
+        """The compiled program of that name, which is compiled now if warm-up left it out."""
         if name not in self._programs:
             if self._is_warm:
                 self.num_late_compiles += 1
@@ -195,7 +195,7 @@ class Runner:
         return programs.step.lower(self.weights, state, packed, program=self.program, shape=shape)
 
     def _plan_memory(self) -> MemoryPlan:
-        """Of one device; all hold as much."""
+        """Plan the pages of one device; all devices have as many."""
         cache, mesh = self.config.cache, self.model.mesh
         limit = device_limit(jax.local_devices()[0] if mesh is None else mesh.local_devices[0])
         return plan_pages(
@@ -210,7 +210,7 @@ class Runner:
         )
 
     def _temporary_bytes(self) -> int:
-        """Of the largest step, by the compiler's account; one page will do, they count apart."""
+        """The largest step's temporaries, as the compiler counts them, with a pool of one page."""
         state = self.program.abstract_state(1)
         compiled = compile_program(self._lower_step(state, self.program.sizes.largest))
         analysis = compiled.memory_analysis()

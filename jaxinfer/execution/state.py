@@ -16,7 +16,7 @@ from jaxinfer.execution.forward import Forward
 from jaxinfer.kernels.kv_pages import KVPages
 from jaxinfer.models.functional import Weights
 from jaxinfer.nn.layers import Numerics
-from jaxinfer.parallel.sharded_model import NOTHING
+from jaxinfer.parallel.sharded_model import REPLICATED
 from jaxinfer.sampling.slots import SlotSampling, init_slots
 
 
@@ -134,7 +134,7 @@ def _state_specs(forward: Forward, parts: EngineState) -> EngineState:
     """The `PartitionSpec` of each array: pages and the carry in parts, all else whole on every
     device."""
     page_spec, scale_spec = forward.model.page_spec
-    specs = jax.tree.map(lambda _: NOTHING, parts)
+    specs = jax.tree.map(lambda _: REPLICATED, parts)
     kinds = (page_spec, page_spec, scale_spec, scale_spec)
     pages = []
     for layer in parts.pages:

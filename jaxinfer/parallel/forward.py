@@ -12,7 +12,7 @@ from jaxinfer.execution.batch import StepShape
 from jaxinfer.execution.forward import Forward, ForwardOutput, Pages, StepBatch
 from jaxinfer.models.functional import Weights
 from jaxinfer.parallel import pipeline
-from jaxinfer.parallel.sharded_model import NOTHING, ShardedModel, unstacked
+from jaxinfer.parallel.sharded_model import REPLICATED, ShardedModel, unstacked
 from jaxinfer.sharding.zigzag import TokenSplit
 
 
@@ -78,7 +78,7 @@ class PipelineForward(SequenceForward):
         return pipeline.empty(self.model.num_stages, largest, table_width, activations)
 
     def carry_specs(self, carry: Any) -> Any:
-        specs = jax.tree.map(lambda _: NOTHING, carry)
+        specs = jax.tree.map(lambda _: REPLICATED, carry)
         return specs._replace(activations=PartitionSpec("pipe", "seq"))
 
     def last_hidden(self, output: ForwardOutput, index: Int[Array, " R"]) -> jax.Array:

@@ -1,13 +1,16 @@
-"""A model on a mesh: what each device computes with, and how weights, pages and state lie.
+"""A model on a mesh: what each device computes with, and how weights and pages are laid out.
 
 A step is one program that all devices run on their own parts (`jax.shard_map`, manual over every
 axis). `ShardedModel.local` is the model of such a part: the layers of one stage, built with the
 layout, so that every parameter has one device's dimensions. Without a mesh it is the model itself.
 
-Three things make a model splittable that is not so by itself. KV heads fewer than the parts that
-heads are split into are repeated, so that each part has those that its heads read, and the pool of
-pages splits with its heads. Stages hold the same arrays, stacked: parameter `blocks.l.x` is
-[S, ...], stage s's layer `s * L / S + l`. And of a page each device of `seq` has its cells.
+Three things make a model divisible that is not so by itself:
+
+* If there are fewer KV heads than parts of the heads, KV heads are repeated, so that each part has
+  those that its heads read, and the pages are split by their heads.
+* The stages of a pipeline have the same arrays, stacked: parameter `blocks.l.x` is [S, ...], and
+  its part s belongs to layer `s * L / S + l`.
+* If sequences are split, each device of `seq` stores its part of every page.
 """
 
 from __future__ import annotations
@@ -36,21 +39,23 @@ from jaxinfer.sharding.mesh import MeshError, device_groups, divisors, suggest_s
 from jaxinfer.sharding.rules import ONE_DEVICE, Layout
 
 BLOCKS = "blocks"
-NOTHING = PartitionSpec()  # split over no axis: the same on every device
+REPLICATED = PartitionSpec()  # split over no axis: the same on every device
 
 
 class Source(NamedTuple):
-    """Where a parameter's array comes from: the parameters of the model on one device, one a stage
-    if they are stacked, and the number of KV heads that its own are repeated to."""
+    """Where a parameter's array comes from: the parameters of the model on one device (one for each
+    stage if they are stacked), and the number of KV heads after repetition."""
 
     paths: tuple[str, ...]
     is_stacked: bool
-    num_kv_heads: int | None  # None: it has none, or as many as the model
+    num_kv_heads: int | None  # None: it has no KV heads, or they are not repeated
 
 
 class ShardedModel:
-    """`model` by `layout` over `mesh`, whose devices `peers` have among them. Raises `MeshError`
-    for a model that does not divide so."""
+    """`model`, split by `layout` over `mesh`; `peers` are the processes that the devices belong to.
+
+    Raises `MeshError` for a model that does not divide so.
+    """
 
     def __init__(
         self,
@@ -76,7 +81,7 @@ class ShardedModel:
 
     @property
     def shardings(self) -> dict[str, NamedSharding]:
-        """Of each parameter's array, by its path; on a mesh alone."""
+        """The sharding of each parameter's array, by its path. Only on a mesh."""
         assert self.mesh is not None
         return {
             spec.path: NamedSharding(self.mesh, self.layout.spec(spec.array_axes))
@@ -85,14 +90,16 @@ class ShardedModel:
 
     @property
     def cache(self) -> CacheShape:
-        """What one device stores of a token whose cell it holds."""
+        """What one device stores of a token whose place in the page it has."""
         shape = self.local.config.cache
         return shape._replace(num_kv_heads=shape.num_kv_heads // self._kv_parts())
 
     @property
     def page_spec(self) -> tuple[PartitionSpec, PartitionSpec]:
-        """Of a layer's pages [P, K, rows, lanes] and of their scales [P, K, B]: over stages each
-        has its own P pages, end to end."""
+        """The specs of a layer's pages [P, K, rows, lanes] and of their scales [P, K, B].
+
+        Each stage has P pages of its own, one after another in the array.
+        """
         heads = self.layout.axes("kv_heads") if self._kv_parts() > 1 else ()
         axes = (self.layout.axes("stage"), heads, self.layout.axes("page_offset"))
         split = tuple(axis or None for axis in axes)
@@ -118,16 +125,16 @@ class ShardedModel:
 
     @property
     def _is_latent(self) -> bool:
-        """Whether all heads read one key, which every device holds."""
+        """Whether all heads read one key (latent attention), which every device stores."""
         return getattr(self.model.config, "latent", None) is not None
 
     def _repeats_kv_heads(self) -> bool:
-        """GPT-like models have as many as heads."""
+        """Whether KV heads can be repeated. GPT-like models have as many of them as heads."""
         return hasattr(self.model.config, "num_kv_heads") and not self._is_latent
 
     def _num_kv_heads(self) -> int:
-        """So many that they divide as the heads do: each part's heads, in runs that read one KV
-        head, get one a run."""
+        """The number of KV heads after repetition: one for each run of heads, within a device's
+        part, that read the same KV head."""
         config, parts = self.model.config, self.layout.parts("heads")
         if parts != self.layout.parts("kv_heads"):
             raise MeshError("heads and kv_heads are split together: name both in mesh.whole")
@@ -157,11 +164,12 @@ class ShardedModel:
     def _parameter(
         self, source: Source, given: dict[str, ParameterSpec], path: str
     ) -> ParameterSpec:
-        spec, held = given[source.paths[0]], source.num_kv_heads
-        if held is not None:
-            own = self.model.config.num_kv_heads
+        """The parameter as all devices of the mesh have it together."""
+        spec, repeated = given[source.paths[0]], source.num_kv_heads
+        if repeated is not None:
+            num_kv_heads = self.model.config.num_kv_heads
             longer = lambda sizes, axes: tuple(
-                n * held // own if axis == "kv_heads" else n
+                n * repeated // num_kv_heads if axis == "kv_heads" else n
                 for n, axis in zip(sizes, axes, strict=True)
             )
             shape, dims = longer(spec.shape, spec.array_axes), longer(spec.dims, spec.axes)
@@ -173,20 +181,23 @@ class ShardedModel:
         return dataclasses.replace(spec, path=path)
 
     def _check_stages(self) -> None:
-        """Stages run one program: each layer must be built as those it is stacked with."""
+        """Raise `MeshError` if a layer is not built like those it is stacked with.
+
+        All stages run one program.
+        """
         model, num_layers = self.model, self.model.config.num_layers
         abstract: Any = nnx.eval_shape(lambda: model.family.build(model.config, model.numerics))
-        of_layer: Callable[[int], Any] = getattr(model.config, "layer", lambda index: None)
-        built = [(nnx.split(abstract.blocks[i])[0], of_layer(i)) for i in range(num_layers)]
+        layer_config: Callable[[int], Any] = getattr(model.config, "layer", lambda index: None)
+        built = [(nnx.split(abstract.blocks[i])[0], layer_config(i)) for i in range(num_layers)]
 
-        def odd_one(per_stage: int) -> int | None:
+        def first_unlike(per_stage: int) -> int | None:
             unlike = (i for i in range(num_layers) if built[i] != built[i % per_stage])
             return next(unlike, None)
 
         per_stage = self.local.config.num_layers
-        if (index := odd_one(per_stage)) is None:
+        if (index := first_unlike(per_stage)) is None:
             return
-        fitting = [n for n in divisors(num_layers) if odd_one(num_layers // n) is None]
+        fitting = [n for n in divisors(num_layers) if first_unlike(num_layers // n) is None]
         raise MeshError(
             f"pipe is {self.num_stages}, so that layer {index} is stacked with layer "
             f"{index % per_stage}, but they are built differently (another window, RoPE, MLP or "
@@ -195,19 +206,24 @@ class ShardedModel:
 
 
 def sharded_for(model: FunctionalModel, config: EngineConfig) -> ShardedModel:
-    """`model` as `config.mesh` says, over this process's devices; `ConfigError` where that does not
-    fit them or it, or asks for replicas: those are several engines
-    (`jaxinfer.parallel.replicas`)."""
+    """Return `model` on the mesh of `config`, over this process's devices.
+
+    Raises `ConfigError` if the mesh does not fit the devices or the model, or asks for replicas,
+    which are several engines (`parallel/replicas.py`).
+    """
     if config.mesh.data > 1:
-        raise ConfigError(f"mesh.data is {config.mesh.data}: an engine is one replica of them")
+        raise ConfigError(
+            f"mesh.data is {config.mesh.data}: an engine is one replica of them; use jaxinfer.LLM, "
+            "or set mesh.data to 1"
+        )
     return sharded_replicas(model, config)[0]
 
 
 def sharded_replicas(
     model: FunctionalModel, config: EngineConfig, peers: Peers = ALONE
 ) -> list[ShardedModel]:
-    """`model` for each of `config.mesh.data` engines, on devices of its own; over many hosts there
-    is one, on all devices."""
+    """Return `model` for each of the `config.mesh.data` replicas, on devices of its own. With
+    several processes there is one, on all devices."""
     check_processes(config, peers)
     try:
         layout = layout_of(config.mesh)
@@ -222,7 +238,7 @@ def sharded_replicas(
 
 
 def unstacked(weights: Sequence[Any], model: ShardedModel) -> Weights:
-    """Inside `shard_map`: the parts of one device as the weights of `model.local`."""
+    """Return one device's parts as the weights of `model.local`; call it inside `shard_map`."""
     return tuple(
         jax.tree.map(lambda a: a[0], weight) if source.is_stacked else weight
         for weight, source in zip(weights, model.sources, strict=True)

@@ -314,5 +314,5 @@ def test_the_package_exports_what_a_user_of_configs_needs():
 
 
 def test_a_backend_that_takes_some_steps_alone_is_refused_as_the_only_one():
-    with pytest.raises(ConfigError, match="'hopper', which takes steps with prefill chunks alone"):
+    with pytest.raises(ConfigError, match="'hopper', which runs only steps with prefill chunks"):
         numerics_for(EngineConfig(attention_backend="hopper"))

@@ -342,7 +342,7 @@ def test_a_plan_for_two_cpu_devices_from_end_to_end(tmp_path):
 
 
 WRONG = {
-    "--set=attention_backend=hopper": "'hopper', which takes steps with prefill chunks alone",
+    "--set=attention_backend=hopper": "'hopper', which runs only steps with prefill chunks",
     "--flagfile={overlapped}": "mesh.overlap is true, but products of int8 weights are made in",
     "--flagfile={declined}": "no backend of rope_and_write took the call: tpu: Mosaic",
     "--mesh=tensr=16": "--mesh has 'tensr=16'",
