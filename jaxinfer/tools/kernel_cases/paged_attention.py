@@ -97,7 +97,8 @@ def attention_case(
             real = real._replace(k_scales=of_scales[0], v_scales=of_scales[1])
         q_start = np.concatenate([[0], np.cumsum(batch.q_len)]).astype(np.int32)
         page_table = rng.permutation(P).astype(np.int32).reshape(R, W)
-        ragged = RaggedRows(q_start, batch.kv_len, page_table)
+        arrays: Any = q_start, batch.kv_len, page_table  # NumPy's, until a device gets them
+        ragged = RaggedRows(*arrays)
         return (random_array(rng, q), ragged, real, variant), {}
 
     pairs, num_cached = _work(batch, variant.window)
@@ -129,8 +130,9 @@ def update_case(heads: Heads, batch: Batch, page_size: int = 64, **changes: Any)
         behind = np.concatenate([np.arange(count, 0, -1) for count in batch.q_len])
         position = (kv_len[row] - behind).astype(np.int32)
         page = page_table[row, position // page_size]
-        kv = [random_array(rng, new) for _ in range(2)]
-        real_new = NewTokens(*kv, page, position % page_size)
+        k, v = (random_array(rng, new) for _ in range(2))
+        arrays: Any = k, v, page, position % page_size
+        real_new = NewTokens(*arrays)
         return (real_q, real_new, rows, *others), options
 
     return dataclasses.replace(
@@ -138,7 +140,7 @@ def update_case(heads: Heads, batch: Batch, page_size: int = 64, **changes: Any)
         function=update_and_attend,
         arguments=(q, NewTokens(new, new, token, token), *rest),
         make=make,
-        is_tunable=False,  # it stores by the way, cut as the kernel that only reads
+        is_tunable=False,  # it also writes, with the tiling of the kernel that only reads
         bytes_moved=read.bytes_moved + 4 * T * K * H * new.dtype.itemsize,
     )
 
