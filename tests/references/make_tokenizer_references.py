@@ -4,11 +4,12 @@
 
 writes into tests/references/tokenizers/ one directory for each kind of tokenizer (only with
 `--train`, because some trainers, such as WordPiece's, break ties differently from run to run, which
-changes the records), and `torture.json`: for every kind and every text of
-`tests/support/torture_text.py`, the number of ids and short digests of the ids and of the decoded
-text, without and with special tokens. Nothing is written if jaxinfer differs from transformers.
-SentencePiece models for which transformers is known to differ from the `sentencepiece` library
-(`tests/support/tiny_tokenizers.py` lists them) are recorded from that library. Needs transformers.
+changes the records), and `difficult_texts.json`: for every kind and every text of
+`tests/support/difficult_texts.py`, the number of ids and short digests of the ids and of the
+decoded text, without and with special tokens. Nothing is written if jaxinfer differs from
+transformers. SentencePiece models for which transformers is known to differ from the
+`sentencepiece` library (`tests/support/tiny_tokenizers.py` lists them) are recorded from that
+library. Needs transformers.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from tokenizers import (
 from jaxinfer.loading.tokenizers.pretokenizers import SPLIT_RULES
 from tests.support import chat_templates as chats
 from tests.support import tiny_tokenizers as tiny
-from tests.support.torture_text import CORPUS, TORTURE
+from tests.support.difficult_texts import CORPUS, DIFFICULT_TEXTS
 
 FLAGS = flags.FLAGS
 flags.DEFINE_bool("train", False, "Also retrain the tokenizers.")
@@ -272,7 +273,7 @@ def rows_of(name: str) -> list[list[Any]]:
     peer = transformers.AutoTokenizer.from_pretrained(tiny.FOLDER / name)
     ours = tiny.directory_tokenizer(name)
     rows, differing = [], []
-    for text in TORTURE:
+    for text in DIFFICULT_TEXTS:
         ids = peer.encode(text)
         decoded = [peer.decode(ids, skip_special_tokens=skip) for skip in (True, False)]
         if ours.encode(text) != ids:
@@ -314,7 +315,7 @@ def main(argv: Sequence[str]) -> None:
     lines = [f' "versions": {json.dumps(versions)}']
     lines += [f' "{name}": {json.dumps(rows_of(name))}' for name in tiny.DIRECTORIES]
     lines += [f' "chat {name}": {json.dumps(chat_rows(name))}' for name in chats.TEMPLATES]
-    (tiny.FOLDER / "torture.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    (tiny.FOLDER / "difficult_texts.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 if __name__ == "__main__":

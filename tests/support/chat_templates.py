@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.support.torture_text import TORTURE
+from tests.support.difficult_texts import DIFFICULT_TEXTS
 
 # Header lines, tools as JSON lines, calls and their results, reasoning kept for the last turn only.
 CHATML = """
@@ -130,7 +130,7 @@ def _assistant(text: str) -> dict[str, Any]:
 
 
 CONVERSATIONS: tuple[list[dict[str, Any]], ...] = (
-    *([_user(text)] for text in TORTURE),
+    *([_user(text)] for text in DIFFICULT_TEXTS),
     [_user("Hi"), _assistant("  Hello. \n"), _user(" Bye ")],
     [{"role": "system", "content": " Be brief.\n"}, _user("Hi")],
     [_user("a"), _user("b")],

@@ -31,8 +31,8 @@ from jaxinfer.text.detokenizer import IncrementalDetokenizer
 from jaxinfer.text.tokenizer import Tokenizer
 from tests.support import gguf_files as files
 from tests.support.chat_templates import TEMPLATES
+from tests.support.difficult_texts import DIFFICULT_TEXTS
 from tests.support.paths import REFERENCES
-from tests.support.torture_text import TORTURE
 
 FOLDER = REFERENCES / "tokenizers"
 DIRECTORIES = (
@@ -84,9 +84,9 @@ def record(ids: Sequence[int], shown: str, whole: str) -> list[Any]:
 
 
 def records(tokenizer: Tokenizer) -> list[list[Any]]:
-    """Make the records of all torture texts, with special tokens added."""
+    """Make the records of all difficult texts, with special tokens added."""
     rows = []
-    for text in TORTURE:
+    for text in DIFFICULT_TEXTS:
         ids = tokenizer.encode(text)
         whole = tokenizer.decode(ids, skip_special_tokens=False)
         rows.append(record(ids, tokenizer.decode(ids), whole))

@@ -22,7 +22,7 @@ def templated(name: str, folder) -> Tokenizer:
 @every_template
 def test_ids_are_as_recorded(name, tmp_path):
     ours = templated(name, tmp_path)
-    stored = json.loads((tiny.FOLDER / "torture.json").read_text("utf-8"))[f"chat {name}"]
+    stored = json.loads((tiny.FOLDER / "difficult_texts.json").read_text("utf-8"))[f"chat {name}"]
     rows = [tiny.chat_row(ours.encode_chat, *case) for case in chats.cases()]
     assert rows == stored
     refused = {"chatml": 0, "llama3": 3, "gemma": 6, "mistral": 9, "sentencepiece": 9}

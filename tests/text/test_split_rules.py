@@ -9,7 +9,7 @@ from tokenizers import Regex, decoders, pre_tokenizers
 
 from jaxinfer.loading.tokenizers.pretokenizers import SPLIT_RULES
 from tests.support import tiny_tokenizers as tiny
-from tests.support.torture_text import TORTURE
+from tests.support.difficult_texts import DIFFICULT_TEXTS
 
 UNICODE = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 
@@ -70,7 +70,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_rule_splits_as_the_steps_that_are_published(name):
-    for text in TORTURE:
+    for text in DIFFICULT_TEXTS:
         assert rule_pieces(name, text) == pieces(PUBLISHED[name], text), text[:40]
 
 
@@ -100,12 +100,12 @@ def test_rules_split_as_those_that_transformers_has_for_these_names():
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     for name in shared:
         steps = sequence(pre_tokenizers.Split(Regex(theirs[name]), "isolated"), to_bytes)
-        for text in TORTURE:
+        for text in DIFFICULT_TEXTS:
             assert rule_pieces(name, text) == pieces(steps, text), (name, text[:40])
 
 
-# What each distinct rule made of all the torture texts when its pattern was written: a pattern that
-# changes by a slip shows here, also where nothing else to compare with is installed.
+# A digest of the pieces into which each distinct rule split all difficult texts when its pattern
+# was written. It detects an accidental change of a pattern, even if no other library is installed.
 DIGESTS = {
     "default": "d7802ef5f131",
     "falcon": "da3ac9f49699",
@@ -130,5 +130,5 @@ def test_every_distinct_rule_is_recorded():
 
 
 @pytest.mark.parametrize("name", DIGESTS)
-def test_a_rule_splits_torture_text_as_recorded(name):
-    assert tiny.digest([rule_pieces(name, text) for text in TORTURE]) == DIGESTS[name]
+def test_a_rule_splits_difficult_texts_as_recorded(name):
+    assert tiny.digest([rule_pieces(name, text) for text in DIFFICULT_TEXTS]) == DIGESTS[name]

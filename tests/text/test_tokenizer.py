@@ -18,7 +18,7 @@ from tests.support import gguf_files as files
 
 UNICODE = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 
-TORTURE = (
+DIFFICULT_TEXTS = (
     "Hello world! It's 1,234.56 o'clock; don't DON'T we'LL y'all'd've.",
     "def f(x):\n    return x**2  # comment\n\n\tif x == 10:\r\n\r\n        pass   ",
     "  leading, and    many     spaces\t\ttabs\n\n\n\nnewlines \n \n mixed",
@@ -69,11 +69,11 @@ def test_smollm2_ids_equal_those_of_transformers():
     pytest.importorskip("torch", reason="transformers reads GGUF with torch")
     path = demo_model_path()
     theirs = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    assert_same_ids_and_text(theirs, TORTURE)
+    assert_same_ids_and_text(theirs, DIFFICULT_TEXTS)
     digits = pre_tokenizers.Digits(individual_digits=True)
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     theirs.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
-    assert_same_ids_and_text(theirs, TORTURE + SPACED_DIGITS)
+    assert_same_ids_and_text(theirs, DIFFICULT_TEXTS + SPACED_DIGITS)
 
 
 def test_smollm2_splits_every_digit_off():
@@ -84,7 +84,7 @@ def test_smollm2_splits_every_digit_off():
 
 def test_smollm2_text_comes_back_where_the_vocabulary_has_its_bytes():
     tokenizer = files.demo_tokenizer()
-    for text in TORTURE[:-3]:
+    for text in DIFFICULT_TEXTS[:-3]:
         assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == text
 
 

@@ -17,14 +17,14 @@ from sentencepiece import SentencePieceProcessor
 from jaxinfer.text.tokenizer import Tokenizer
 from tests.support import tiny_tokenizers as tiny
 from tests.support.chat_templates import TEMPLATES
-from tests.support.torture_text import TORTURE
+from tests.support.difficult_texts import DIFFICULT_TEXTS
 
 every_kind = pytest.mark.parametrize("name", tiny.DIRECTORIES)
 
 
 @cache
 def recorded() -> dict[str, Any]:
-    return json.loads((tiny.FOLDER / "torture.json").read_text("utf-8"))
+    return json.loads((tiny.FOLDER / "difficult_texts.json").read_text("utf-8"))
 
 
 @cache
@@ -35,8 +35,8 @@ def peer(name: str) -> Any:
 
 def assert_rows(tokenizer: Tokenizer, expected: list[list[Any]]) -> None:
     rows = tiny.records(tokenizer)
-    assert len(expected) == len(TORTURE)
-    wrong = [TORTURE[i][:40] for i, row in enumerate(rows) if row != expected[i]]
+    assert len(expected) == len(DIFFICULT_TEXTS)
+    wrong = [DIFFICULT_TEXTS[i][:40] for i, row in enumerate(rows) if row != expected[i]]
     assert not wrong
 
 
@@ -54,7 +54,7 @@ def test_ids_and_text_are_as_recorded(name):
 @every_kind
 def test_a_stream_shows_what_decoding_shows(name):
     tokenizer = tiny.directory_tokenizer(name)
-    for text in TORTURE:
+    for text in DIFFICULT_TEXTS:
         for special in (True, False):
             ids = tokenizer.encode(text, add_special_tokens=special)
             for skip in (True, False):
@@ -67,7 +67,7 @@ def test_a_stream_shows_what_decoding_shows(name):
 def test_ids_and_text_equal_transformers_here(name):
     ours, theirs = tiny.directory_tokenizer(name), peer(name)
     differing = 0
-    for text in TORTURE:
+    for text in DIFFICULT_TEXTS:
         for special in (True, False):
             ids = theirs.encode(text, add_special_tokens=special)
             same = ours.encode(text, add_special_tokens=special) == ids
@@ -114,7 +114,7 @@ def test_a_model_alone_has_the_ids_and_text_of_the_sentencepiece_library(name):
     theirs = SentencePieceProcessor(model_file=str(tiny.FOLDER / name / "tokenizer.model"))
     special = [ours.id_to_token(i) or "" for i in ours.special_token_ids]
     compared = 0
-    for text in TORTURE:
+    for text in DIFFICULT_TEXTS:
         # A special token written out is that token here, and plain text there.
         if any(token in text for token in (*special, "<tool>")):
             continue
@@ -123,7 +123,7 @@ def test_a_model_alone_has_the_ids_and_text_of_the_sentencepiece_library(name):
         assert ours.encode(text, add_special_tokens=False) == ids, text[:60]
         if theirs.unk_id() not in ids:
             assert ours.decode(ids) == theirs.decode(ids)
-    assert compared >= len(TORTURE) - 4
+    assert compared >= len(DIFFICULT_TEXTS) - 4
 
 
 # The same vocabularies out of GGUF files
@@ -142,7 +142,7 @@ def test_a_gguf_byte_level_vocabulary_has_the_ids_of_its_directory(name, pre, tm
     directory = tiny.directory_tokenizer(name)
     # The format keeps no options of added tokens; those with options are in the last texts.
     options = ("<mask>", "hello", "##ing")
-    for text in TORTURE:
+    for text in DIFFICULT_TEXTS:
         if name == "byte_level_gpt2" and any(token in text for token in options):
             continue
         ids = directory.encode(text)
@@ -166,7 +166,7 @@ def test_a_gguf_wordpiece_vocabulary_has_the_ids_of_its_directory(name, tmp_path
 def test_a_gguf_sentencepiece_vocabulary_has_the_ids_of_its_model(name, kind, flags, tmp_path):
     ours = tiny.write_sentencepiece(tmp_path / "a.gguf", name, kind, **flags)
     directory = tiny.directory_tokenizer(name)
-    for text in TORTURE:
+    for text in DIFFICULT_TEXTS:
         if any(token in text for token in ("<tool>", "<|im_end|>")):  # added beside the model
             continue
         ids = directory.encode(text)

@@ -1,4 +1,4 @@
-"""Texts that break tokenizers, and a small corpus to train tiny ones on."""
+"""Texts that are difficult for tokenizers, and a small corpus to train tiny tokenizers on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 
 from tests.support.paths import REFERENCES
 
-_TEXTS: dict[str, list[str]] = json.loads((REFERENCES / "torture_text.json").read_text("utf-8"))
+_TEXTS: dict[str, list[str]] = json.loads((REFERENCES / "difficult_texts.json").read_text("utf-8"))
 _ORDINARY = (*_TEXTS["scripts"], *_TEXTS["emoji"], *_TEXTS["numbers"], *_TEXTS["code"])
 LONG = (
     "a" * 10_000,
@@ -19,6 +19,6 @@ LONG = (
     " " * 100 + "x" + "\n" * 70 + "\t" * 50 + " \t\n" * 40,
     "\n".join(_ORDINARY),
 )
-TORTURE = (*(text for name in _TEXTS if name != "corpus" for text in _TEXTS[name]), *LONG)
-# Enough for a few hundred merges or pieces, with every script's most common letters among them.
+DIFFICULT_TEXTS = (*(text for name in _TEXTS if name != "corpus" for text in _TEXTS[name]), *LONG)
+# Enough for a few hundred merges or pieces that include the most common letters of every script.
 CORPUS = (*_TEXTS["scripts"], *_TEXTS["code"], *_TEXTS["numbers"], *_TEXTS["corpus"])
