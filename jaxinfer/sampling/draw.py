@@ -1,16 +1,17 @@
-"""Drawing from a row of logits, exactly: weights, truncation thresholds, the inverse distribution.
+"""Exact sampling from rows of logits: weights, truncation thresholds, the inverse distribution.
 
-Why integers: a row's result must not depend on its neighbours, and XLA orders a float sum by the
-array's shape. Probability weights are therefore summed as exact fixed-point integers (44 fractional
-bits, relative to the likeliest token), where any order gives the same bits.
+Weights are summed as integers because a row's result must not depend on its neighbours, and XLA
+orders a float sum by the array's shape. Each probability weight is a fixed-point number (44
+fractional bits, relative to the likeliest token), so any order of summation gives the same bits.
 
-Why no sort: one of [8, 49152] takes 46 ms on a CPU of 2 cores. A threshold is found among the
-largest few candidates or by bisecting the bits of a float32, and kept is what is not below it.
+Nothing is sorted because sorting [8, 49152] takes 46 ms on a CPU with 2 cores. A threshold is found
+among the few largest candidates or by bisecting the bits of a float32; every logit that is not
+below it is kept.
 
-`vocab_axes`: V is split over these mesh axes, evenly (`vocabulary`); x is one device's part, what
-has no V is the same on every device, and so is every result but weights. Sums being exact, the
-results have the bits of one device. Collectives stand inside cond and while_loop: their predicates
-come from what all devices share (logits only by way of a collective), so all of them take part.
+`vocab_axes` names the mesh axes that shard V evenly (`vocabulary`). Then x is one device's shard;
+arrays without V are replicated, and so is every result except weights. Because sums are exact, the
+results are bitwise equal to those of one device. Some collectives run inside cond and while_loop:
+their predicates depend on replicated values only, so every device takes the same branch.
 """
 
 import jax
@@ -30,19 +31,20 @@ from jaxinfer.sampling.vocabulary import (
 from jaxinfer.sharding.collectives import Axes, all_max, all_sum, rank
 
 BLOCK = 128  # tokens whose weights are summed as one: 2**24 * 128 = 2**31 still fits 32 bits
-NUM_CANDIDATES = 64  # largest logits looked at before a threshold is searched in the whole row
-NUM_LIMBS = 4  # of a sum: uint32 [NUM_LIMBS, ...], 16 bits each once carried, lowest first
-FRACTION_BITS = 44  # of a weight
-MAX_VOCAB_SIZE = 2**20  # so many weights of 1 fill the limbs
+NUM_CANDIDATES = 64  # largest logits examined before the whole row is searched for a threshold
+NUM_LIMBS = 4  # a sum is uint32 [NUM_LIMBS, ...], 16 bits each once carried, lowest first
+FRACTION_BITS = 44  # fractional bits of a weight
+MAX_VOCAB_SIZE = 2**20  # this many weights of 1 fill the limbs
 
 
 def first_largest(
     x: Float32[Array, "R V"], vocab_axes: Axes = ()
 ) -> tuple[Float32[Array, " R"], Int32[Array, " R"]]:
-    """The largest entry of each row and the first token that has it; some token where a row holds
-    NaN. One collective, if V is split.
+    """Return the largest entry of each row and the first token that has it.
 
-    Two levels: on CPU, XLA's own argmax is scalar (24 ms for [64, 49152] on 2 cores, this 0.4).
+    A row that contains NaN gives an unspecified token. If V is sharded, one collective is used.
+    The search has two levels because XLA's argmax is scalar on CPU (24 ms for [64, 49152] on 2
+    cores, against 0.4 ms here).
     """
     blocks = _blocks(x, -jnp.inf)
     block = jnp.argmax(jnp.max(blocks, axis=2), axis=1).astype(jnp.int32)
@@ -52,15 +54,17 @@ def first_largest(
 
 
 def argmax(x: Float32[Array, "R V"], vocab_axes: Axes = ()) -> Int32[Array, " R"]:
-    """The token of `first_largest`."""
+    """Return the token that `first_largest` finds."""
     return first_largest(x, vocab_axes)[1]
 
 
 def uniform_bits(
     base_key: Key[Array, ""], seed: Int32[Array, " R"], position: Int32[Array, " R"]
 ) -> UInt32[Array, " R"]:
-    """32 random bits a row [R], from (base key, seed, position) and nothing else; `seed` holds the
-    bits of a uint32."""
+    """Return 32 random bits per row [R], which depend on (base key, seed, position) alone.
+
+    `seed` contains the bits of a uint32.
+    """
 
     def one(seed, position):
         key = jax.random.fold_in(jax.random.fold_in(base_key, seed), position)
@@ -74,14 +78,16 @@ def weights_of(
     temperature: Float32[Array, " R"],
     largest: Float32[Array, " R"] | None = None,
 ) -> Float32[Array, "R V"]:
-    """exp((x - largest) / temperature) [R, V], at most 1: the softmax without its denominator.
+    """Return exp((x - largest) / temperature) [R, V], at most 1: softmax without its denominator.
 
-    `largest` is each row's (None: that of x), over the whole vocabulary where V is split.
+    `largest` is the largest logit of each row (None: computed from x); if V is sharded, it must be
+    taken over the whole vocabulary.
     """
     largest = jnp.max(x, axis=1) if largest is None else largest
     largest = jnp.where(jnp.isfinite(largest), largest, 0.0)
     weights = jnp.minimum(jnp.exp((x - largest[:, None]) / temperature[:, None]), 1.0)
-    # Stored once: recomputed in two fusions, a vectorized and a scalar exp might differ.
+    # The barrier stores the weights once: two fusions that recompute them, one with a vectorized
+    # and one with a scalar exp, might differ.
     return lax.optimization_barrier(weights)
 
 
@@ -92,12 +98,12 @@ def truncation_threshold(
     top_p: Float32[Array, " R"],
     vocab_axes: Axes = (),
 ) -> Float32[Array, " R"]:
-    """The smallest logit that top_k (0: off) and then top_p (1: off) keep; -inf if they keep all.
+    """Return the smallest logit that top_k (0: off) and then top_p (1: off) keep; -inf for all.
 
-    `weights` are proportional to the probabilities. Kept by top_k: every logit with fewer than k
-    larger ones. Kept by top_p: of those, every logit whose larger ones hold less than the share p
-    of their weight; the largest always. Nearly always the answer lies among the NUM_CANDIDATES
-    largest; otherwise it is searched in the whole row, with the same result.
+    `weights` are proportional to the probabilities. top_k keeps every logit with fewer than k
+    larger ones. Of those, top_p keeps every logit whose larger ones have less than the share p of
+    the weight, and always the largest. The threshold is nearly always among the NUM_CANDIDATES
+    largest logits; otherwise the whole row is searched, with the same result.
     """
     values, columns = lax.top_k(x, min(NUM_CANDIDATES, x.shape[1]))
     beside = jnp.take_along_axis(weights, columns, axis=1)
@@ -128,8 +134,9 @@ def _top_p_threshold(x, weights, candidates, by_k, top_p, vocab_axes):
     target = _scale(_mass(kept, vocab_axes), _fraction_bits(top_p))
     is_on = top_p < 1.0
 
-    # Weights that top_k cuts are among these: smaller than all it keeps, they add to none of those.
-    def is_cut(index):  # the index-th candidate: its larger ones hold the share already
+    # The candidates include weights that top_k removes. Those are smaller than every kept one, so
+    # they add to no sum of a kept candidate.
+    def is_cut(index):  # whether the candidates larger than the index-th have the share already
         value = jnp.take_along_axis(values, index[:, None].astype(jnp.int32), axis=1)
         return ~_less(_mass(jnp.where(values > value, candidate_weights, 0.0)), target)
 
@@ -147,10 +154,10 @@ def _top_p_threshold(x, weights, candidates, by_k, top_p, vocab_axes):
 
 
 def _smallest(holds, known, is_active):
-    """The smallest float32 [R] that `holds`, by bisection of its bit pattern (<= 32 rounds).
+    """Return the smallest float32 [R] for which `holds` is true, by bisection of its bit pattern.
 
-    `holds` must be monotone (false below, true above) and true at `known`. Rows not active are
-    returned as `known` and cost no round.
+    `holds` must be monotone (false below, true above) and true at `known`. The search takes at most
+    32 rounds; inactive rows return `known` and need no round.
     """
     high = _to_order(known)
     low = jnp.where(is_active, _to_order(jnp.full_like(known, -jnp.inf)), high)
@@ -158,8 +165,10 @@ def _smallest(holds, known, is_active):
 
 
 def _first_true(predicate, low, high):
-    """The smallest uint32 [R] in [low, high] at which a monotone predicate is true; `high` where
-    it is true nowhere below."""
+    """Return the smallest uint32 [R] in [low, high] at which a monotone predicate is true.
+
+    If it is false everywhere below `high`, the result is `high`.
+    """
 
     def halve(bounds):
         low, high = bounds
@@ -177,7 +186,7 @@ _SIGN = np.uint32(0x8000_0000)
 
 
 def _to_order(value):
-    """float32 to uint32, order kept: x < y exactly when the results are (-0 just below 0)."""
+    """Map float32 to uint32 so that order is preserved, with -0 directly below 0."""
     bits = lax.bitcast_convert_type(value, jnp.uint32)
     return jnp.where(bits >= _SIGN, ~bits, bits | _SIGN)
 
@@ -190,8 +199,11 @@ def _from_order(order):
 def invert(
     weights: Float32[Array, "R V"], uniform: UInt32[Array, " R"], vocab_axes: Axes = ()
 ) -> tuple[Int32[Array, " R"], Bool[Array, " R"]]:
-    """The first token whose cumulative weight exceeds uniform / 2**32 of the total, and whether
-    a row has no weight at all. Two collectives, if V is split."""
+    """Return the first token whose cumulative weight exceeds uniform / 2**32 of the total.
+
+    The second result [R] is True for a row without any weight. If V is sharded, two collectives are
+    used.
+    """
     blocks = _blocks(weights, 0.0)
     per_block = _limb_sum(blocks)  # [NUM_LIMBS, R, V / BLOCK]
     own = jnp.sum(per_block, axis=2, dtype=jnp.uint32)
@@ -201,7 +213,7 @@ def invert(
     zero = jnp.zeros_like(uniform)
 
     def first(exceeds, size):
-        """The first index at which the sum up to and with it exceeds the target."""
+        """Return the first index at which the inclusive cumulative sum exceeds the target."""
         return _first_true(exceeds, zero, jnp.full_like(zero, size - 1)).astype(jnp.int32)
 
     def sum_below(index):
@@ -217,14 +229,14 @@ def invert(
 
     column = jnp.minimum(block * BLOCK + first(exceeds, BLOCK), weights.shape[1] - 1)
     token = global_ids(column, weights, vocab_axes)
-    if vocab_axes:  # one part reaches the target: its token is the answer
+    if vocab_axes:  # the target lies in exactly one shard, whose token is the result
         is_here = ~_less(target, _carry(lower)) & _less(target, _carry(lower + own))
         token = all_sum(jnp.where(is_here, token, 0), vocab_axes)
     return token, ~_less(jnp.zeros_like(total), total)
 
 
 def log_normalizer(logits: Float32[Array, "R V"], vocab_axes: Axes = ()) -> Float32[Array, " R"]:
-    """log sum exp of each row [R], from the exact sum of weights."""
+    """Return log sum exp of each row [R], computed from the exact sum of weights."""
     largest = all_max(jnp.max(logits, axis=1), vocab_axes)
     weights = weights_of(logits, jnp.ones(logits.shape[0], jnp.float32), largest)
     total = jnp.zeros(logits.shape[0], jnp.float32)
@@ -237,7 +249,7 @@ def log_normalizer(logits: Float32[Array, "R V"], vocab_axes: Axes = ()) -> Floa
 
 
 def _blocks(x, fill):
-    """[R, V] as [R, ceil(V / BLOCK), BLOCK]."""
+    """Pad and reshape [R, V] to [R, ceil(V / BLOCK), BLOCK]."""
     num_rows, vocab_size = x.shape
     num_blocks = -(-vocab_size // BLOCK)
     padded = jnp.pad(x, ((0, 0), (0, num_blocks * BLOCK - vocab_size)), constant_values=fill)
@@ -249,13 +261,13 @@ def _take_block(blocks, block):
 
 
 def _mass(weights, vocab_axes=()):
-    """The sum of each row of weights [R, n]: carried limbs [NUM_LIMBS, R]."""
+    """Return the sum of each row of weights [R, n] as carried limbs [NUM_LIMBS, R]."""
     own = jnp.sum(_limb_sum(_blocks(weights, 0.0)), axis=2, dtype=jnp.uint32)
     return _carry(all_sum(own, vocab_axes))
 
 
 def _sums_of_parts(own, vocab_axes):
-    """Of every device's limbs, not carried: the sum of those of lower rank, and of all."""
+    """Return the sum of the limbs of all devices of lower rank, and of all devices, not carried."""
     if not vocab_axes:
         return jnp.zeros_like(own), own
     parts = all_parts(own, vocab_axes)  # [parts, NUM_LIMBS, R]
@@ -265,10 +277,10 @@ def _sums_of_parts(own, vocab_axes):
 
 
 def _limb_sum(weights):
-    """The sum over the last axis, of at most BLOCK weights in [0, 1]: limbs, not carried.
+    """Return the sum over the last axis of at most BLOCK weights in [0, 1], as limbs, not carried.
 
-    A weight is high * 2**-24 + low * 2**-44, rounded down. One reduction of pairs: two would
-    store their [R, V] operands first (on CPU 17.9 against 2.0 ms for [64, 49152]).
+    A weight is high * 2**-24 + low * 2**-44, rounded down. One reduction sums the pairs because two
+    would first store their [R, V] operands (on CPU 17.9 against 2.0 ms for [64, 49152]).
     """
     scaled = weights * 2.0**24
     whole = jnp.floor(scaled)
@@ -287,7 +299,7 @@ def _limb_sum(weights):
 
 
 def _carry(limbs):
-    """The same value with 16 bits in each limb but the last."""
+    """Return the same value with 16 bits in each limb except the last."""
     *lower, last = limbs
     carried, carry = [], jnp.zeros_like(last)
     for limb in lower:
@@ -298,15 +310,15 @@ def _carry(limbs):
 
 
 def _less(a, b):
-    """Whether a < b, of carried limbs."""
+    """Return whether a < b for carried limbs."""
     result = jnp.zeros(a.shape[1:], bool)
-    for x, y in zip(a, b, strict=True):  # least significant first: the last to differ decides
+    for x, y in zip(a, b, strict=True):  # least significant first, so the last difference decides
         result = (x < y) | ((x == y) & result)
     return result
 
 
 def _scale(total, fraction):
-    """floor(total * fraction / 2**32) of carried limbs, schoolbook."""
+    """Return floor(total * fraction / 2**32) for carried limbs, by long multiplication."""
     columns = [jnp.zeros_like(fraction)] * (NUM_LIMBS + 2)
     for i, limb in enumerate(total):
         for j, part in enumerate((fraction & 0xFFFF, fraction >> 16)):
@@ -317,7 +329,7 @@ def _scale(total, fraction):
 
 
 def _fraction_bits(p):
-    """p in [0, 1) as uint32: floor(p * 2**32)."""
+    """Return floor(p * 2**32) as uint32 for p in [0, 1)."""
     scaled = p * 2.0**16
     high = jnp.floor(scaled)
     low = ((scaled - high) * 2.0**16).astype(jnp.int32)

@@ -1,9 +1,9 @@
-"""What one request asks of sampling: a frozen, checked dataclass that imports no array library.
+"""The sampling parameters of one request: a frozen, validated dataclass without array libraries.
 
-`SamplingParams` checks what can be known without a model, as soon as it is built; `check` checks
-what needs the vocabulary, at admission. Both raise one `SamplingParamsError` that lists every
-problem, each with the field, its value and the limit. The `MAX_*` constants are also the shapes of
-the per-slot device state in `jaxinfer.sampling.slots`.
+The constructor of `SamplingParams` validates everything that is independent of the model; at
+admission, `check` validates what depends on the vocabulary. Both raise one `SamplingParamsError`
+that lists every problem with the field, its value and the limit. The `MAX_*` constants are also the
+shapes of the per-slot device state in `jaxinfer.sampling.slots`.
 """
 
 import math
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import no_type_check
 
-MAX_LOGPROBS = 20  # top alternatives a token; the width of the step's logprob outputs
-MAX_LOGIT_BIAS = 512  # (token, bias) pairs a request
-MAX_BAD_WORDS = 32  # forbidden token sequences a request
+MAX_LOGPROBS = 20  # top alternatives per token; the width of the step's logprob outputs
+MAX_LOGIT_BIAS = 512  # (token, bias) pairs per request
+MAX_BAD_WORDS = 32  # forbidden token sequences per request
 MAX_BAD_WORD_LEN = 8  # tokens in one forbidden sequence
-MAX_STOPS = 64  # stop strings a request
-MAX_STOP_CHARS = 1024  # of all of them: the search automaton takes some 300 bytes for each
+MAX_STOPS = 64  # stop strings per request
+MAX_STOP_CHARS = 1024  # in all stop strings; the search automaton takes about 300 bytes for each
 MAX_BAD_WORD_CHARS = 256  # in one word
-MAX_ID_LIST = 262_144  # ids in one list: as many as the largest vocabularies have
+MAX_ID_LIST = 262_144  # ids in one list; the size of the largest vocabularies
 MAX_SAMPLES = 128  # completions of one prompt (n)
 MAX_INT32 = 2**31 - 1
 MAX_SEED = 2**32 - 1  # one 32-bit word is folded into the key
@@ -27,7 +27,7 @@ MAX_SCALE = 1e6  # temperature and repetition penalty stay in [1 / MAX_SCALE, MA
 
 
 class SamplingParamsError(ValueError):
-    """Every problem of a `SamplingParams` at once. `field` names the first field at fault."""
+    """All problems of a `SamplingParams`; `field` names the first invalid field."""
 
     def __init__(self, problems: Sequence[tuple[str, str]]):
         super().__init__(f"sampling parameters: {'; '.join(text for _, text in problems)}")
@@ -35,7 +35,7 @@ class SamplingParamsError(ValueError):
 
 
 class FrozenMapping(Mapping[int, float]):
-    """An immutable, hashable, picklable mapping; equal to any mapping with the same items."""
+    """An immutable, hashable, picklable mapping that equals any mapping with the same items."""
 
     __slots__ = ("_pairs",)
 
@@ -58,37 +58,37 @@ class FrozenMapping(Mapping[int, float]):
         return repr(self._pairs)
 
 
-@no_type_check  # at run time, in tests: __post_init__ refuses wrong types itself, all at once
+@no_type_check  # tests check types at run time, but __post_init__ reports all wrong types at once
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How one request's tokens are chosen, when it stops, and what is reported about it.
+    """The parameters that control a request's sampling, stopping conditions and logprobs.
 
     Collections are stored as tuples (`logit_bias` as a `FrozenMapping`) and numbers as plain int
     and float, so an object is hashable and safe to share between requests and threads. Raises
-    `SamplingParamsError` with every problem of the object at once; wrong types, booleans given as
-    numbers, NaN and infinity are such problems.
+    `SamplingParamsError` with all problems of the object; wrong types, booleans in place of
+    numbers, NaN and infinity are problems too.
     """
 
     temperature: float = 1.0  # 0: greedy
     top_k: int = 0  # 0 or -1: off; values equal to the k-th largest are all kept
     top_p: float = 1.0  # 1: off
     min_p: float = 0.0  # 0: off; relative to the most probable token
-    seed: int | None = None  # None: the engine gives the request a seed of its own
+    seed: int | None = None  # None: the engine chooses one for the request
     presence_penalty: float = 0.0  # over output tokens
     frequency_penalty: float = 0.0  # over output tokens
     repetition_penalty: float = 1.0  # over prompt and output tokens; 1: off
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None  # None: all
-    bad_words: Sequence[str] = ()  # texts whose token sequences may not be completed
+    bad_words: Sequence[str] = ()  # texts whose token sequences are never completed
     min_tokens: int = 0  # no end-of-text or stop token before this many output tokens
-    max_tokens: int | None = 256  # None: up to the context; 0: finishes with no token
+    max_tokens: int | None = 256  # None: up to the context length; 0: no output token
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     n: int = 1
-    logprobs: int | None = None  # None: none; 0: of the chosen token; k: and of the k likeliest
+    logprobs: int | None = None  # None: off; 0: the chosen token; k: also the k likeliest
     prompt_logprobs: int | None = None
 
     def __post_init__(self):
@@ -123,11 +123,11 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """True when no random number is used: the likeliest token is taken."""
+        """Whether the likeliest token is chosen, without a random number."""
         return self.temperature == 0.0
 
     def check(self, vocab_size: int, bad_word_ids: Sequence[Sequence[int]] = ()) -> None:
-        """Check what needs the model: ids against the vocabulary, sizes against the device state.
+        """Check ids against the vocabulary, and sizes against the device state.
 
         `bad_word_ids` are the token sequences of `bad_words` (one word may have several). Raises
         `SamplingParamsError` listing every id out of range and every capacity exceeded.
@@ -166,11 +166,11 @@ class SamplingParams:
 
 
 class _Normalizer:
-    """Reads the fields of one `SamplingParams`, stores their normal form, collects problems."""
+    """Validates the fields of one `SamplingParams`, stores their normal form, lists problems."""
 
     def __init__(self, params: SamplingParams):
         self.params = params
-        self.problems: dict[str, str] = {}  # by field
+        self.problems: dict[str, str] = {}  # keyed by field
 
     def refuse(self, name: str, must: str) -> None:
         self.problems[name] = f"{name}={_shorten(getattr(self.params, name))} must be {must}"
@@ -181,7 +181,7 @@ class _Normalizer:
     def real(
         self, name: str, low: float, high: float, *, above: bool = False, also: float | None = None
     ) -> None:
-        """A finite number in [low, high], in (low, high] if `above`, or exactly `also`."""
+        """Accept a finite number in [low, high], in (low, high] if `above`, or exactly `also`."""
         value = _as_real(getattr(self.params, name))
         fits = value is not None and low <= value <= high and not (above and value == low)
         if value is None or not (fits or value == also):
@@ -205,7 +205,7 @@ class _Normalizer:
             self.refuse(name, "True or False")
 
     def strings(self, name: str, *, bare: bool) -> None:
-        """Non-empty strings; `bare` also accepts one string by itself."""
+        """Accept a sequence of non-empty strings or, if `bare`, a single string."""
         value = getattr(self.params, name)
         items = [value] if bare and isinstance(value, str) else _as_list(value)
         if items is None or not all(isinstance(item, str) and item for item in items):
@@ -214,7 +214,7 @@ class _Normalizer:
             self._store(name, tuple(items))
 
     def sizes(self, name: str, max_count: int, max_chars: int, *, of_each: bool) -> None:
-        """Strings that are few and short enough, each or all together."""
+        """Limit the number of strings and their length: of each string, or of all together."""
         if name in self.problems:
             return
         lengths = [len(text) for text in getattr(self.params, name)]
@@ -228,8 +228,10 @@ class _Normalizer:
             )
 
     def token_ids(self, name: str, *, optional: bool) -> None:
-        """Ids >= 0 (the upper end is the vocabulary's: see `check`); None or not empty if
-        optional."""
+        """Accept ids >= 0 (`check` compares them with the vocabulary).
+
+        An optional field may be None, but not empty.
+        """
         value = getattr(self.params, name)
         if value is None and optional:
             return
@@ -264,7 +266,7 @@ class _Normalizer:
 
 
 def _as_real(value: object) -> float | None:
-    """A finite float, or None for anything else (booleans included)."""
+    """Return a finite float, or None for any other value, including booleans."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return None
     try:
@@ -279,7 +281,7 @@ def _as_int(value: object) -> int | None:
 
 
 def _as_list(value: object) -> list | None:
-    """The items of a list-like value; None for text, mappings and what cannot be iterated."""
+    """Return the items of an iterable; None for text, mappings and values of other types."""
     if isinstance(value, (str, bytes, bytearray, Mapping)) or not isinstance(value, Iterable):
         return None
     return list(value)

@@ -1,11 +1,11 @@
-"""The sampling state that lives on the device, one row a slot, and how the host writes it.
+"""The sampling state on the device, with one row per slot, and the functions that write it.
 
-A request occupies a slot from admission to its end. On admission `pack_scalars` (numpy, host) and
-`write_scalars` (traced) set its few numbers; only a request with an *extra* (bias, allowed tokens,
-bad words, penalties, min_tokens) also uploads `pack_extras`. Rows left by an earlier occupant are
-never cleared: nothing of a slot is read without its bit in the flags word.
+A request occupies a slot from admission until it finishes. On admission `pack_scalars` (numpy, on
+the host) and `write_scalars` (traced) set its scalars. Only a request that uses an *extra* (bias,
+allowed tokens, bad words, penalties, min_tokens) also uploads `pack_extras`. The rows of an earlier
+request are never cleared, because a slot's data is read only if its bit in the flags word is set.
 
-Letters here: S slots, V vocabulary, w = ceil(V / 32) words of a bit set over the vocabulary.
+Dimensions: S slots, V vocabulary size, w = ceil(V / 32) words of a bit set over the vocabulary.
 """
 
 import enum
@@ -25,16 +25,16 @@ from jaxinfer.sampling.params import (
     SamplingParams,
 )
 
-ANY_TOKEN = -2  # in a bad word's prefix: left padding, matches whatever came before
-NO_TOKEN = -1  # in recent_tokens: before the first known token; as a result: none was sampled
-NO_BIAS = np.iinfo(np.int32).max  # unused entry of bias_ids: out of range, so the scatter drops it
+ANY_TOKEN = -2  # left padding of a bad word's prefix; matches any earlier token
+NO_TOKEN = -1  # in recent_tokens: before the first known token; in a result: none was sampled
+NO_BIAS = np.iinfo(np.int32).max  # unused entry of bias_ids; out of range, so the scatter drops it
 
 
 HostOrDevice: TypeAlias = Any  # np.ndarray of one slot, or jax.Array of all of them
 
 
 class Feature(enum.IntFlag):
-    """What a slot asks for: the bits of the flags word. Greedy decoding is no bit at all."""
+    """The features that a slot uses, as bits of the flags word; greedy decoding sets none."""
 
     RANDOM = 1
     TOP_K = 2
@@ -63,7 +63,7 @@ class IntColumn(enum.IntEnum):
     FLAGS = 0
     TOP_K = 1
     SEED = 2  # the bits of a uint32
-    MIN_LEN = 3  # known tokens (prompt + min_tokens) from which the stop tokens are permitted
+    MIN_LEN = 3  # the number of known tokens (prompt + min_tokens) that permits stop tokens
 
 
 NUM_FLOATS = len(FloatColumn)
@@ -71,20 +71,20 @@ NUM_INTS = len(IntColumn)
 
 
 class SlotExtras(NamedTuple):
-    """Everything of a slot that is not a scalar. On the host: one slot, without the S axis."""
+    """The arrays of all slots; on the host, those of one slot, without the S axis."""
 
     allowed_bits: HostOrDevice  # [S, w] uint32: allowed_token_ids
-    stop_bits: HostOrDevice  # [S, w] uint32: tokens that min_tokens holds back
+    stop_bits: HostOrDevice  # [S, w] uint32: tokens that min_tokens forbids
     prompt_bits: HostOrDevice  # [S, w] uint32: tokens of the prompt
     output_counts: HostOrDevice  # [S, V] int32: how often each token was sampled
-    bias_ids: HostOrDevice  # [S, MAX_LOGIT_BIAS] int32, unused NO_BIAS
+    bias_ids: HostOrDevice  # [S, MAX_LOGIT_BIAS] int32, NO_BIAS if unused
     bias_values: HostOrDevice  # [S, MAX_LOGIT_BIAS] float32
     bad_words: HostOrDevice  # [S, MAX_BAD_WORDS, MAX_BAD_WORD_LEN] int32, right-aligned
     recent_tokens: HostOrDevice  # [S, MAX_BAD_WORD_LEN - 1] int32: the last known tokens
 
 
 class SlotSampling(NamedTuple):
-    """The device state of all slots; a pytree to be donated through the step."""
+    """The device state of all slots; a pytree that each step donates."""
 
     floats: jax.Array  # [S, NUM_FLOATS] float32, by FloatColumn
     ints: jax.Array  # [S, NUM_INTS] int32, by IntColumn
@@ -92,7 +92,7 @@ class SlotSampling(NamedTuple):
 
 
 def init_slots(num_slots: int, vocab_size: int) -> SlotSampling:
-    """State in which every slot is greedy and asks for nothing: about 4.4 bytes a (slot, token)."""
+    """Return the state in which every slot is greedy; about 4.4 bytes per (slot, token)."""
     empty = _empty_extras(vocab_size)
     spread = lambda row: jnp.broadcast_to(jnp.asarray(row), (num_slots, *row.shape)).copy()
     return SlotSampling(
@@ -122,7 +122,7 @@ def features(
     eos_token_ids: Iterable[int] = (),
     bad_word_ids: Sequence[Sequence[int]] = (),
 ) -> Feature:
-    """The features that `params` asks for; `bad_word_ids` are the tokenized `bad_words`."""
+    """Return the features that `params` use; `bad_word_ids` are the tokenized `bad_words`."""
     if params.bad_words and not bad_word_ids:
         raise ValueError(f"bad_words={params.bad_words!r} were not tokenized: pass bad_word_ids")
     asked = {
@@ -145,14 +145,14 @@ def features(
 
 
 def _held_back(params: SamplingParams, eos_token_ids: Iterable[int]) -> set[int]:
-    """Tokens that would end the request; end-of-text is no such token under `ignore_eos`."""
+    """Return the tokens that would end the request; `ignore_eos` excludes end-of-text tokens."""
     return set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids))
 
 
 def pack(
     request: Request, eos_token_ids: Iterable[int], vocab_size: int
 ) -> tuple[np.ndarray, np.ndarray, SlotExtras | None]:
-    """What admission writes for a request; see `pack_scalars` and `pack_extras`."""
+    """Return the arrays that admission writes for a request (`pack_scalars`, `pack_extras`)."""
     about: dict[str, Any] = {
         "eos_token_ids": eos_token_ids,
         "bad_word_ids": request.sampling.bad_word_ids,
@@ -178,10 +178,10 @@ def pack_scalars(
     eos_token_ids: Iterable[int] = (),
     bad_word_ids: Sequence[Sequence[int]] = (),
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The slot's numbers on the host: int32 [NUM_INTS], float32 [NUM_FLOATS].
+    """Return the slot's scalars on the host: int32 [NUM_INTS], float32 [NUM_FLOATS].
 
-    `seed` in [0, 2**32) is the concrete one: `params.seed`, or the engine's own where that is None.
-    `prompt_len` is the request's original prompt, also when it is admitted again with outputs.
+    `seed` in [0, 2**32) is `params.seed` or, where that is None, the seed that the engine chose.
+    `prompt_len` is the length of the original prompt, also when a preempted request is readmitted.
     """
     flags = features(params, eos_token_ids=eos_token_ids, bad_word_ids=bad_word_ids)
     ints = np.zeros(NUM_INTS, np.int32)
@@ -208,10 +208,11 @@ def pack_extras(
     bad_word_ids: Sequence[Sequence[int]] = (),
     vocab_size: int,
 ) -> SlotExtras | None:
-    """The slot's extras on the host, or None where the request asks for none.
+    """Return the slot's extras on the host, or None if the request uses none.
 
-    A request admitted again after a preemption passes the tokens it has produced: its counts and
-    recent tokens are rebuilt from them. Raises `ValueError` as `SamplingParams.check` does.
+    For a request that is readmitted after a preemption, `output_token_ids` are the tokens that it
+    has produced: its counts and recent tokens are rebuilt from them. Raises `ValueError` as
+    `SamplingParams.check` does.
     """
     flags = features(params, eos_token_ids=eos_token_ids, bad_word_ids=bad_word_ids)
     if not flags & EXTRAS:
@@ -235,7 +236,7 @@ def pack_extras(
 
 
 def _bit_set(ids: Sequence[int], vocab_size: int) -> np.ndarray:
-    """[w] uint32 with bit i % 32 of word i // 32 set for every id i."""
+    """Return [w] uint32 in which bit i % 32 of word i // 32 is set for every id i."""
     bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
     bits[np.asarray(ids, np.int64)] = 1
     return np.packbits(bits, bitorder="little").view("<u4").astype(np.uint32)
@@ -247,7 +248,7 @@ def write_scalars(
     ints: Int32[Array, "*A i"],
     floats: Float32[Array, "*A f"],
 ) -> SlotSampling:
-    """The state with the numbers of one slot, or of A slots at once; slots >= S are dropped."""
+    """Write the scalars of one slot, or of A slots at once; slots >= S are dropped."""
     return state._replace(
         ints=state.ints.at[slot].set(ints, mode="drop"),
         floats=state.floats.at[slot].set(floats, mode="drop"),
@@ -255,13 +256,13 @@ def write_scalars(
 
 
 def write_extras(state: SlotSampling, slot: Int32[Array, "*A"], extras: SlotExtras) -> SlotSampling:
-    """The state with the extras of one slot, or of A slots at once; slots >= S are dropped."""
+    """Write the extras of one slot, or of A slots at once; slots >= S are dropped."""
     write = lambda old, new: old.at[slot].set(new, mode="drop")
     return state._replace(extras=jax.tree.map(write, state.extras, extras))
 
 
 def unpack_bits(words, num_bits: int):
-    """The bit sets [R, w] uint32 as booleans [R, num_bits]."""
+    """Expand bit sets [R, w] uint32 to booleans [R, num_bits]."""
     shifts = jnp.arange(32, dtype=jnp.uint32)
     bits = (words[:, :, None] >> shifts) & jnp.uint32(1)
     return bits.reshape(words.shape[0], -1)[:, :num_bits] != 0

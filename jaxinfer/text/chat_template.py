@@ -1,11 +1,11 @@
-"""Chat templates: a model's own Jinja text that turns messages into a prompt, run in a sandbox.
+"""Chat templates: a model's Jinja template that renders messages to a prompt, run in a sandbox.
 
-The template comes with the model, so it is code of whoever published the model. It runs in jinja2's
-`ImmutableSandboxedEnvironment`: no attribute access beyond plain data, no changes to the
-messages. Bounded are its source (`MAX_SOURCE_CHARS`), its output (`MAX_OUTPUT_CHARS`) and
-the numbers that `range` yields in one rendering (`MAX_RANGE_TOTAL`, over all loops together). Not
-bounded are loops nested over the messages themselves and single expressions that build a huge
-value: use templates of models that you would also run.
+The template is part of the model, and thus code by the model's publisher. It runs in jinja2's
+`ImmutableSandboxedEnvironment`, which permits no access to internal attributes and no changes to
+the messages. The length of the source (`MAX_SOURCE_CHARS`) and of the output (`MAX_OUTPUT_CHARS`)
+are limited, and so is the number of values that all calls of `range` yield in one rendering
+(`MAX_RANGE_TOTAL`). Nested loops over the messages, and single expressions that build a huge value,
+are not limited: use only templates of models that you trust.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ import jinja2.sandbox
 MAX_SOURCE_CHARS = 1_048_576
 MAX_OUTPUT_CHARS = 16_777_216
 MAX_RANGE_TOTAL = 1_000_000
-# What clients and templates call a model's reasoning; the first is the one that is given.
+# The names by which clients send a model's reasoning; the first one present in a message is used.
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 
 class ChatTemplateError(ValueError):
-    """A template that does not compile or render, or messages that it cannot take."""
+    """A template that does not compile or render, or messages that it cannot render."""
 
 
 class ChatTemplate:
-    """A compiled-on-demand chat template.
+    """A chat template that is compiled on first use.
 
-    Available to it, as in Hugging Face's templates: `messages`, `add_generation_prompt`, `tools`,
-    `documents`, the special tokens by name (`bos_token`, ...), `raise_exception`,
-    `strftime_now`, a `tojson` that leaves non-ASCII text readable, `break` / `continue`, and
-    `{% generation %}` blocks.
+    As with Hugging Face, a template can use `messages`, `add_generation_prompt`, `tools`,
+    `documents`, the special tokens by name (`bos_token`, ...), `raise_exception`, `strftime_now`, a
+    `tojson` that does not escape non-ASCII text, `break` / `continue`, and `{% generation %}`
+    blocks.
     """
 
     def __init__(self, source: str) -> None:
@@ -78,10 +78,10 @@ class ChatTemplate:
         special_tokens: Mapping[str, str] | None = None,
         **variables: Any,
     ) -> str:
-        """The prompt for `messages`; `variables` reach the template under their own names.
+        """Return the prompt for `messages`; the template can read `variables` by their names.
 
-        `ChatTemplateError` for malformed messages, for whatever goes wrong in the template (its
-        own `raise_exception` included), and beyond the limits of this module.
+        Raises `ChatTemplateError` for malformed messages, for any error in the template (including
+        its own `raise_exception`), and if a limit of this module is exceeded.
         """
         context: dict[str, Any] = {"tools": None, "documents": None, **(special_tokens or {})}
         context |= variables
@@ -102,22 +102,24 @@ class ChatTemplate:
                     )
         except ChatTemplateError:
             raise
-        # A template is arbitrary code: whatever it raises is its failure to render, nothing more.
+        # A template is arbitrary code, so any exception only means that it failed to render.
         except Exception as error:
             raise ChatTemplateError(f"the chat template failed: {error}") from error
         return "".join(pieces)
 
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:
-    """Copies of `messages` with text parts joined by newlines; `ChatTemplateError` if malformed.
+    """Return copies of `messages` with text parts joined by newlines.
 
-    A message has a string `role` and a `content`: a string, a list of `{"type": "text", "text":
-    ...}` parts, or nothing beside `tool_calls`. Other keys go to the template as they are, save
-    that a key of `None` counts as missing, and reasoning has all the names that templates read.
+    A message has a string `role` and a `content`: a string or a list of `{"type": "text", "text":
+    ...}` parts; `content` may be missing if there are `tool_calls`. Other keys are passed to the
+    template unchanged, except that keys with the value `None` are dropped and that reasoning is
+    available by every name that templates read. Raises `ChatTemplateError` if a message is
+    malformed.
     """
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise ChatTemplateError(
-            f"messages is a {type(messages).__name__}, a list of role/content objects is needed"
+            f"messages is a {type(messages).__name__}; a list of role/content objects is needed"
         )
     if not messages:
         raise ChatTemplateError("messages is empty; at least one message is needed")
@@ -127,7 +129,7 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
 def _check_message(index: int, message: Any) -> dict[str, Any]:
     where = f"message {index}"
     if not isinstance(message, Mapping):
-        raise ChatTemplateError(f"{where} is a {type(message).__name__}, an object is needed")
+        raise ChatTemplateError(f"{where} is a {type(message).__name__}; an object is needed")
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise ChatTemplateError(f"{where} has role {role!r}; a name such as 'user' is needed")
@@ -160,14 +162,14 @@ def _join_parts(where: str, content: Any) -> str:
 
 
 class _RangeBudget:
-    """`range` for templates: all numbers of one rendering come out of one budget."""
+    """`range` for templates; all calls in one rendering share one budget."""
 
     def __init__(self) -> None:
         self._left = MAX_RANGE_TOTAL
 
     def __call__(self, *arguments: int) -> range:
         numbers = range(*arguments)
-        # len() raises for ranges beyond what a C integer holds; those fail as templates do.
+        # len() raises OverflowError for a huge range, which `render` reports as a failure.
         self._left -= len(numbers)
         if self._left < 0:
             raise ChatTemplateError(
@@ -177,7 +179,7 @@ class _RangeBudget:
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}` marks text for training masks: here, just text."""
+    """`{% generation %}...{% endgeneration %}`, which marks text for training; rendered as text."""
 
     def __init__(self, environment: jinja2.Environment) -> None:
         super().__init__(environment)
@@ -195,7 +197,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as Hugging Face's templates expect it; jinja2's own escapes HTML characters."""
+    """Serialize to JSON as Hugging Face does; jinja2's own filter escapes HTML characters."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

@@ -1,11 +1,12 @@
-"""Text to token ids and back.
+"""Tokenization: text to token ids and back.
 
-Encoding is the `tokenizers` or the `sentencepiece` library's. Decoding is a definition of our own,
-so that a stream can be decoded token by token and come out equal: every token stands for fixed
-bytes, and for others where it is the first of a text (a SentencePiece drops its leading space
-there, a WordPiece has none before it). Text is the UTF-8 reading of their concatenation, U+FFFD
-for what is not UTF-8. That is what `tokenizers` gives, save for one detail: its byte-fallback
-decoder replaces every byte of a run that holds a stray one, this one only the stray bytes.
+The `tokenizers` or the `sentencepiece` library encodes. Decoding is implemented here so that a
+stream decoded token by token equals the text decoded at once: every token has fixed bytes, and
+possibly different ones as the first token of a text (a SentencePiece token drops its leading space
+there, and no space precedes a WordPiece token). The text is the concatenated bytes decoded as
+UTF-8, with U+FFFD for invalid bytes. This equals the result of `tokenizers` with one exception: its
+byte-fallback decoder replaces every byte of a run that contains an invalid byte, whereas this one
+replaces only the invalid bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Encoding(Protocol):
 
 
 class Backend(Protocol):
-    """What encodes: `tokenizers.Tokenizer`, or a class that answers like it."""
+    """The library that encodes: `tokenizers.Tokenizer`, or a class with the same methods."""
 
     def encode(self, sequence: str, /, *, add_special_tokens: bool = True) -> Encoding: ...
 
@@ -35,13 +36,13 @@ class Backend(Protocol):
 
 
 class Tokenizer:
-    """One model's tokenizer, with its special tokens and its chat template.
+    """A model's tokenizer, with its special tokens and its chat template.
 
-    `token_bytes[i]` are the bytes of token i, empty where the vocabulary has a hole, and
-    `first_bytes[i]` those it has as the first token of a text, where they differ. First is the
-    first token whose `token_bytes` are not empty; skipped special tokens do not count.
-    `prefix_ids` and `suffix_ids` go around each encoded text with special tokens, beside what the
-    backend's own post-processor adds.
+    `token_bytes[i]` are the bytes of token i, empty if the vocabulary has no such token.
+    `first_bytes[i]` are its bytes as the first token of a text, if they differ. The first token is
+    the first one whose `token_bytes` are not empty; skipped special tokens do not count.
+    If special tokens are added, `prefix_ids` and `suffix_ids` surround each encoded text, in
+    addition to the tokens that the backend's own post-processor adds.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest token id; a model's embedding may be padded beyond it."""
+        """The largest token id plus one; a model's embedding may be padded beyond it."""
         return len(self._token_bytes)
 
     @property
@@ -79,11 +80,11 @@ class Tokenizer:
         return self._chat_template is not None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; special tokens written out in it become those tokens.
+        """Return the token ids of `text`; special tokens written in it become those tokens.
 
-        `add_special_tokens` adds what the model expects around a text, such as BOS. Bytes that
-        the vocabulary has no token for vanish, as they do in the reference tokenizers. `ValueError`
-        for a lone surrogate, which no UTF-8 text holds.
+        `add_special_tokens` adds the tokens that the model expects around a text, such as BOS.
+        Bytes without a token in the vocabulary are dropped, as in the reference tokenizers. Raises
+        `ValueError` for a lone surrogate, which UTF-8 cannot represent.
         """
         try:
             text.encode("utf-8")
@@ -96,9 +97,9 @@ class Tokenizer:
         return self._prefix_ids + ids + self._suffix_ids if add_special_tokens else ids
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of `ids`; ids beyond the vocabulary (padding of the embedding) are empty.
+        """Return the text of `ids`; ids beyond the vocabulary (embedding padding) are empty.
 
-        `ValueError` for a negative id.
+        Raises `ValueError` for a negative id.
         """
         parts: list[bytes] = []
         is_first = self.first_differs
@@ -110,7 +111,7 @@ class Tokenizer:
         return b"".join(parts).decode("utf-8", "replace")
 
     def bytes_of(self, token_id: int, *, skip_special_tokens: bool = True) -> bytes:
-        """The bytes that one token adds to a text that has begun."""
+        """Return the bytes of a token that is not the first of a text."""
         if token_id < 0:
             raise ValueError(f"token id {token_id} is negative; ids are 0 to {self.vocab_size - 1}")
         if token_id >= len(self._token_bytes):
@@ -121,16 +122,18 @@ class Tokenizer:
 
     @property
     def first_differs(self) -> bool:
-        """Whether some token has other bytes as the first of a text."""
+        """Whether some token has different bytes as the first token of a text."""
         return bool(self._first_bytes)
 
     def first_bytes_of(self, token_id: int) -> bytes:
-        """The bytes of a token that is the first of a text: not empty in `bytes_of`."""
+        """Return the bytes of the first token of a text, which `bytes_of` must not make empty."""
         return self._first_bytes.get(token_id, self._token_bytes[token_id])
 
     def texts(self, *, skip_special_tokens: bool = True) -> Sequence[str | None]:
-        """Every token's text in a text that has begun; None where its bytes are not whole
-        characters. Made once."""
+        """Return the text of every token that is not the first of a text.
+
+        An entry is None if the token's bytes are not whole characters. The list is cached.
+        """
         return self._texts if skip_special_tokens else self._texts_with_special
 
     @cached_property
@@ -143,11 +146,11 @@ class Tokenizer:
         return [_whole_characters(data) for data in self._token_bytes]
 
     def id_to_token(self, token_id: int) -> str | None:
-        """The vocabulary's own spelling of a token, `None` if there is no such token."""
+        """Return the name of a token in the vocabulary, or `None` if there is no such token."""
         return self._backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
 
     def token_to_id(self, token: str) -> int | None:
-        """The id of a token in the vocabulary's own spelling, `None` if there is none."""
+        """Return the id of the token with this name in the vocabulary, or `None`."""
         return self._backend.token_to_id(token)
 
     def apply_chat_template(
@@ -157,9 +160,10 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """The prompt that the model's chat template makes of `messages`.
+        """Return the prompt that the model's chat template renders from `messages`.
 
-        `ValueError` if the model has no template, or the template or the messages are at fault.
+        Raises `ValueError` if the model has no template, or if rendering fails because of the
+        template or the messages.
         """
         if self._chat_template is None:
             raise ValueError(
@@ -173,7 +177,7 @@ class Tokenizer:
         )
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
-        """Token ids of the templated messages; the template writes the special tokens itself."""
+        """Return the token ids of the rendered prompt; the template writes the special tokens."""
         prompt = self.apply_chat_template(messages, **variables)
         return self.encode(prompt, add_special_tokens=False)
 
