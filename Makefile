@@ -16,6 +16,8 @@ PROMPT ?= Why is the sky blue?
 PYTEST_ARGS ?=
 SERVE_ARGS ?=
 COMPILE_ARGS ?=
+# Chooses the rows that compile-check-ci compiles again.
+SEED ?= $(shell git rev-parse HEAD)
 # The jax that the compile gate was written for.
 JAX := 0.10.2
 # Compiles the GPU kernels there, and interprets them in the tests.
@@ -66,7 +68,7 @@ compile-check: $(VENV)-compile/.done
 # What changed since the ledger was written, and of the rest a sample that differs by commit.
 compile-check-ci: $(VENV)-compile/.done
 	@$(VENV)-compile/bin/jaxinfer compile-check --ledger \
-	    --sample=$(shell git rev-parse HEAD) $(COMPILE_ARGS)
+	    --sample=$(SEED) $(COMPILE_ARGS)
 
 bench: $(VENV)/.parity
 	@$(VENV)/bin/jaxinfer bench offline
