@@ -1,4 +1,4 @@
-"""From a name to an engine: open a checkpoint, load it, on a mesh too, compile its programs."""
+"""From a name to an engine: open a checkpoint, load it onto devices, compile its programs."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ NO_EMBEDDING = "this model generates and embeds nothing; load an encoder (BERT, 
 
 
 def need_engine(loaded: EngineLike) -> EngineLike:
-    """For `on_loaded`: `CheckpointError` for an encoder, before its programs are compiled."""
+    """Return an engine that generates; raise `CheckpointError` for an encoder."""
     if not loaded.can_generate:
         raise CheckpointError(f"{loaded.name}: {NO_GENERATION}")
     return loaded
 
 
 def describe_weights(loaded: EngineLike) -> str:
-    """For a plan: how many parameters, their bytes, and how many of them are quantized."""
+    """Describe the parameters: their number, their bytes, and how many are quantized."""
     return summarize_weights(loaded.model, loaded.weights)
 
 
 def describe_mesh(loaded: EngineLike) -> str:
-    """For a plan: the devices and what each holds of the weights; empty for one device."""
+    """Describe the devices and the weights on each; empty for one device."""
     mesh = loaded.config.mesh
     if mesh.num_devices == 1:
         return ""
@@ -62,7 +62,7 @@ def describe_mesh(loaded: EngineLike) -> str:
 
 
 def describe_cache(loaded: EngineLike) -> str:
-    """For a plan: pages, tokens and bytes, where they lie, and what their number comes from."""
+    """Describe the cache: pages, tokens and bytes, where, and what decided their number."""
     replicas = loaded.replicas
     memory = replicas[0].runner.memory
     where = " on each device" if loaded.config.mesh.num_devices > 1 else ""
@@ -74,7 +74,7 @@ def describe_cache(loaded: EngineLike) -> str:
 
 
 def need_embedder(loaded: EngineLike) -> Embedder:
-    """For `on_loaded`: `CheckpointError` for a model that is no encoder."""
+    """Return an embedder; raise `CheckpointError` for a model that is not an encoder."""
     if not isinstance(loaded, Embedder):
         raise CheckpointError(f"{loaded.name}: {NO_EMBEDDING}")
     return loaded
@@ -88,15 +88,14 @@ def load_model(
     on_loaded: Callable[[EngineLike], None] = lambda engine: None,
     peers: Peers = ALONE,
 ) -> tuple[EngineLike, GenerationDefaults]:
-    """Open a checkpoint, load it, compile its programs: an engine ready to serve, or an embedder
-    where the model is an encoder.
+    """Open a checkpoint, load it and compile its programs. Returns an engine ready to serve (an
+    embedder if the model is an encoder), and the checkpoint's generation defaults.
 
     `source`: "demo", a .gguf file, a Hugging Face directory, a converted one, or a hub id; with
     `load_format` "random" also a `config.json` alone. `on_loaded` gets it before its programs are
     compiled, to show its plan. Raises `CheckpointError` or `ConfigError`, which name what is wrong
-    and the way out. On many hosts (`jaxinfer.parallel.hosts`) all processes load the same, each
-    with its own
-    `peers`, and get it when all are ready.
+    and the way out. With several processes (`jaxinfer.parallel.hosts`) all load the same model,
+    each with its own `peers`, and return when all are ready.
     """
     config = config or EngineConfig()
     compilation_cache.enable()
@@ -145,21 +144,24 @@ def load_model(
 def _on_meshes(
     model: FunctionalModel, config: EngineConfig, peers: Peers
 ) -> list[FunctionalModel] | list[ShardedModel]:
-    """The model by `config.mesh`, one a replica; an encoder, which has one device, as it is.
-    `ConfigError` names what does not divide, or is not for encoders, before a weight is read."""
+    """Return the model on the mesh of each replica; an encoder, which runs on one device, as it is.
+
+    Raises `ConfigError`, before a weight is read, for a model that does not divide over the mesh
+    and for options that encoders do not have.
+    """
     if not isinstance(model.config, EncoderConfig):
         return sharded_replicas(model, config, peers)
     check_encoder_config(config)
     if peers.num_processes > 1:
         raise ConfigError(
-            f"{peers.num_processes} processes, and an encoder runs in one: start each alone, a "
-            "process a device"
+            f"there are {peers.num_processes} processes, and an encoder runs in one: start one "
+            "process for each device, without the others"
         )
     return [model]
 
 
 def _tokenizer_if_any(checkpoint: Checkpoint) -> Tokenizer | None:
-    """Where weights are random, text is not needed."""
+    """Return the tokenizer, or None: with random weights, text is not needed."""
     try:
         return checkpoint.tokenizer()
     except CheckpointError as error:

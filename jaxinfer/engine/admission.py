@@ -1,4 +1,4 @@
-"""What a request has to satisfy before the engine takes it; nothing here changes anything."""
+"""The checks that a request must pass before the engine queues it. They change nothing."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from jaxinfer.text.tokenizer import Tokenizer
 
 
 class InvalidRequestError(ValueError):
-    """A request refused at admission; names the value, the limit and the way out.
+    """A request refused at admission; the message names the value, the limit and the way out.
 
-    `field` is what is at fault, where that is one thing: "prompt", "priority", or a field of
+    `field` is the one field at fault, if there is one: "prompt", "priority", or a field of
     `SamplingParams`.
     """
 
@@ -27,14 +27,14 @@ class InvalidRequestError(ValueError):
 
 
 class Admissible(NamedTuple):
-    """A request that may enter."""
+    """What the checks found out about a valid request."""
 
     max_len: int  # prompt and output together
     bad_word_ids: tuple[tuple[int, ...], ...]
 
 
 class Limits(NamedTuple):
-    """What an engine can hold, and so what it must refuse."""
+    """The sizes of an engine, which decide what it must refuse."""
 
     vocab_size: int
     max_len: int  # tokens of the context
@@ -43,7 +43,7 @@ class Limits(NamedTuple):
     tokenizer: Tokenizer | None
 
     def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> Admissible:
-        """Raises `InvalidRequestError`."""
+        """Raise `InvalidRequestError` for a request that the engine cannot serve."""
         if isinstance(prompt_token_ids, str | bytes):
             raise InvalidRequestError("the prompt must be token ids; LLM takes text", "prompt")
         prompt_len = len(prompt_token_ids)
@@ -82,7 +82,7 @@ class Limits(NamedTuple):
                 )
 
     def _fit_pool(self, prompt_len: int, max_len: int, params: SamplingParams) -> int:
-        """`max_len`, cut to the pool where `max_tokens` leaves it open, else refused over it."""
+        """Return `max_len`, cut to what the pool holds if `max_tokens` is unset; else refuse it."""
         capacity = self.num_pages * self.page_size + 1  # the last token is never cached
         if max_len <= capacity:
             return max_len
@@ -96,7 +96,7 @@ class Limits(NamedTuple):
         )
 
     def _bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Each word's token ids, as it stands at the start of a text and after a space."""
+        """Return each word's token ids, at the start of a text and after a space."""
         if not params.bad_words:
             return ()
         if self.tokenizer is None:
@@ -118,38 +118,40 @@ class Limits(NamedTuple):
         return tuple(sequences)
 
 
-def resolve_max_model_len(asked: int | None, model: FunctionalModel) -> int:
-    """Tokens of a context. `ConfigError` past the end of a table of positions; where positions are
-    computed, longer ones are possible, and a warning says what they are."""
-    most = model.config.max_len
-    if asked is not None and asked > most:
+def resolve_max_model_len(requested: int | None, model: FunctionalModel) -> int:
+    """Return the tokens of a context: the requested number, or the model's if that is None.
+
+    Raises `ConfigError` past the end of a table of positions. Computed positions may be longer than
+    the model was made for; a warning says so.
+    """
+    model_len = model.config.max_len
+    if requested is not None and requested > model_len:
         if getattr(model.config, "has_position_table", False):
             raise ConfigError(
-                f"max_model_len is {asked}; this model has a table of {most} positions, and no "
-                f"more: "
-                "lower it or leave it out"
+                f"max_model_len is {requested}; this model has a table of {model_len} positions, "
+                "and no more: lower it or leave it out"
             )
         text = "max_model_len is %d, past the %d positions that the model was made for"
-        logging.warning(text, asked, most)
-    return asked or most
+        logging.warning(text, requested, model_len)
+    return requested or model_len
 
 
 def check_priority(priority: int, policy: str) -> None:
-    """Raises `InvalidRequestError` for one that the scheduler's policy does not know."""
+    """Raise `InvalidRequestError` for a priority that the scheduler's policy does not use."""
     if not isinstance(priority, int):
         raise InvalidRequestError(
             f"priority is {priority!r}; it must be a whole number", "priority"
         )
     if priority and policy != "priority":
         raise InvalidRequestError(
-            f"priority is {priority}, which the policy {policy} does not "
-            "know; set scheduler.policy=priority",
+            f"priority is {priority}, which the policy {policy} does not know; set "
+            "scheduler.policy=priority",
             "priority",
         )
 
 
 def check_ids(request_ids: Iterable[str], in_use: Container[str]) -> None:
-    """Raises `InvalidRequestError` for one that is in use."""
+    """Raise `InvalidRequestError` for a request id that is in use."""
     for request_id in request_ids:
         if request_id in in_use:
             raise InvalidRequestError(

@@ -1,18 +1,18 @@
 """Replicas: several engines over one model, each on devices of its own, as one engine.
 
     add      the engine with the fewest tokens ahead of the request takes it (`routing.py`)
-    step     begin one on every engine, then end those that the devices are done with
+    step     begin a step on every engine, then end those that the devices have finished
 
-Engines share nothing: each has its scheduler, its pages and its prefix cache. A request stays where
-it was put, and yields the tokens that it would alone: seeds are drawn here, in the order of `add`,
-as one engine draws them. Priorities order the requests of one replica.
+Engines share nothing: each has its scheduler, its pages and its prefix cache. A request stays on
+its replica, and yields the tokens that one engine would: seeds are drawn here, in the order of
+`add`, as one engine draws them. Priorities order the requests of one replica.
 
-An engine begins step N + 1 before it ends, that is reads, step N. So its devices have a step to go
-on with while the host serves other engines: with h seconds of the host and d of the device a step,
-n engines take max(d, n * h) for a step each. Where no step is done, the one with the fewest tokens
-is waited for: it is the shortest, so the others' devices do not run dry meanwhile. And a long chunk
-of a prompt on one replica holds up no decode on another; in rounds of all, each step would take as
-long as the longest. Without `overlap` a step takes max(d + h, n * h).
+An engine begins step N + 1 before it ends (reads) step N, so its devices have work while the host
+serves other engines: with h seconds of the host and d of the device for a step, n engines take
+max(d, n * h) for a step each. If no step is finished, the one with the fewest tokens is waited for:
+it is the shortest, so the other devices do not become idle meanwhile. A long chunk of a prompt on
+one replica delays no decode on another; if all were stepped in rounds, each step would take as long
+as the longest. Without `overlap` a step takes max(d + h, n * h).
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from jaxinfer.sampling.params import SamplingParams
 
 
 class Replicas:
-    """`engines`, of the same model and config, behind the methods of one `Engine`.
+    """Several engines of the same model and config, behind the methods of one `Engine`.
 
-    What the smallest of their pools can hold is what a request may ask for, wherever it goes. One
-    thread owns it, as an engine.
+    A request may be as large as the smallest of their pools allows, on whichever replica it runs.
+    One thread owns it, as an engine.
     """
 
     can_generate = True
@@ -65,9 +65,9 @@ class Replicas:
             engine.limits = self.limits
         self._last_step = StepStats()
         self._router = Router(len(self.replicas))
-        self._done: list[int] | None = None  # what running requests have done; None: to be counted
-        self._requests: dict[str, Request] = {}  # those whose end has not been told
-        self._unreported: list[Update] = []  # of a round in which a replica failed
+        self._done: list[int] | None = None  # done by running requests; None: not counted
+        self._requests: dict[str, Request] = {}  # whose end has not been reported
+        self._unreported: list[Update] = []  # from a round in which a replica failed
         self._num_added = 0
         self._seeds = random.Random(self.config.seed)
 
@@ -85,7 +85,7 @@ class Replicas:
     def stats(self) -> EngineStats:
         """The sums over all replicas: an immutable snapshot, as an engine's.
 
-        Its last step is the last round: rows and tokens of all, seconds by the clock.
+        The last step is the last round: rows and tokens of all replicas, seconds by the clock.
         """
         all_stats = [engine.stats for engine in self.replicas]
         names = [name for name in EngineStats._fields if name != "last_step"]
@@ -94,23 +94,23 @@ class Replicas:
 
     @property
     def loads(self) -> list[int]:
-        """Tokens ahead of each replica, as `routing.py` counts them."""
+        """Tokens that each replica has yet to run, as `routing.py` counts them."""
         return self._router.loads(self._progress())
 
     @property
     def weights(self) -> Weights:
-        """As they lie on the first replica's devices."""
+        """The weights, on the first replica's devices."""
         return self.replicas[0].weights
 
     @property
     def num_programs(self) -> int:
-        """That `warm_up` compiles: each replica's, since a program is compiled for its devices."""
+        """The programs that `warm_up` compiles: each replica has its own, for its devices."""
         return sum(engine.num_programs for engine in self.replicas)
 
     def warm_up(self, on_progress: Callable[[str], None] = lambda program: None) -> None:
-        """Compile every program that serving needs; `on_progress` gets the name of each one done.
+        """Compile every program that serving needs; `on_progress` gets the name of each one.
 
-        One replica after the other: on a GPU the second one's come from the compilation cache.
+        One replica after the other: on a GPU those of the second come from the compilation cache.
         """
         for number, engine in enumerate(self.replicas):
             engine.warm_up(lambda program, n=number: on_progress(f"{program}, replica {n}"))
@@ -124,8 +124,8 @@ class Replicas:
         priority: int = 0,
         cache_salt: str = "",
     ) -> list[Request]:
-        """`Engine.add`, on the replica with the fewest tokens ahead; all samples of a prompt go to
-        one, where they share its pages."""
+        """`Engine.add`, on the replica with the fewest tokens ahead. All samples of a prompt go to
+        one replica, where they share its pages."""
         params = params or SamplingParams()
         base_id = request_id if request_id is not None else new_id(self._num_added, self._requests)
         check_ids(sample_ids(base_id, params.n), self._requests)
@@ -178,11 +178,11 @@ class Replicas:
             engine.clear_prefix_cache()
 
     def step(self) -> list[Update]:
-        """Begin a step of every replica that has requests; end those that are done, or one that
-        will be soon. What came of it, one update a request.
+        """Begin a step on every replica that has requests, and end those that are finished, or the
+        one that will be first. Returns their updates, one for each request.
 
-        An exception of one replica leaves it sound (`Engine.step`) and holds up no other: what they
-        bring in this round comes with the next step. Ctrl-C ends the round where it is.
+        An exception of one replica leaves it sound (`Engine.step`) and stops no other: their
+        updates come with the next step. Ctrl-C ends the round where it is.
         """
         start = time.perf_counter()
         self._done = None
@@ -191,11 +191,11 @@ class Replicas:
         begun: list[Engine] = []
         for engine in self.replicas:
             if engine.has_requests:
-                with _kept(errors):
+                with _collecting(errors):
                     engine.begin_step()
                     begun.append(engine)
         for engine in _due(begun):
-            with _kept(errors):
+            with _collecting(errors):
                 self._unreported += engine.end_step()
                 ended.append(engine.stats.last_step)
         if errors:
@@ -215,7 +215,7 @@ class Replicas:
     def _prompt_lens(
         self, prompt_token_ids: Sequence[int], params: SamplingParams, max_len: int, salt: str
     ) -> list[int]:
-        """Tokens of the prompt that each replica would compute; the last one always is."""
+        """The prompt tokens that each replica would compute; the last token always is."""
         num_tokens = len(prompt_token_ids)
         root = self.replicas[0].cache_root(params, max_len, salt)
         if root is None:
@@ -224,7 +224,7 @@ class Replicas:
         return [max(num_tokens - n, 1) for n in cached]
 
     def _progress(self) -> list[int]:
-        """What the running requests of each replica have done; counted once a step."""
+        """The cost that each replica's running requests have done; counted once for each step."""
         if self._done is None:
             self._done = [
                 sum(
@@ -236,7 +236,7 @@ class Replicas:
         return self._done
 
     def _end(self, request: Request) -> None:
-        """Forget a request, if it is still known: another may have its id by now."""
+        """Forget a request, if it is still known: another request may have its id by now."""
         if self._requests.get(request.id) is not request:
             return
         del self._requests[request.id]
@@ -246,8 +246,8 @@ class Replicas:
 
 
 @contextlib.contextmanager
-def _kept(errors: list[Exception]) -> Iterator[None]:
-    """An exception ends the block and is added to them."""
+def _collecting(errors: list[Exception]) -> Iterator[None]:
+    """Add an exception that ends the block to `errors`."""
     try:
         yield
     except Exception as error:
@@ -255,8 +255,8 @@ def _kept(errors: list[Exception]) -> Iterator[None]:
 
 
 def _due(begun: list[Engine]) -> list[Engine]:
-    """Those that need not wait for their devices; if there are none, the one with the least to
-    wait for."""
+    """Return the engines that need not wait for their devices; if there are none, the one with the
+    shortest step."""
     ready = [engine for engine in begun if not engine.num_awaited]
     return ready or sorted(begun, key=lambda engine: engine.num_awaited)[:1]
 
@@ -264,8 +264,8 @@ def _due(begun: list[Engine]) -> list[Engine]:
 def make_engine(
     models: Sequence[ShardedModel], weights: Weights, config: EngineConfig, **named: Any
 ) -> EngineLike:
-    """An engine on each model's mesh, as one. `weights` lie on the first one's, and are copied from
-    there; `named` as for `Engine`."""
+    """Return an engine on each model's mesh, as one. The weights are on the first mesh, and copied
+    to the others; `named` are arguments of `Engine`."""
     engines = [Engine(models[0], weights, config, **named)]
     for model in models[1:]:
         engines.append(Engine(model, _copied(weights, model), config, **named))

@@ -191,6 +191,8 @@ def fake_engine(config: EngineConfig) -> Engine:
     shape = SimpleNamespace(max_len=MAX_LEN, vocab_size=VOCAB_SIZE, length_limit=None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jaxinfer.engine.engine, "Runner", FakeRunner)
+        # The fake runner has no use for a forward pass.
+        patch.setattr(jaxinfer.engine.engine, "forward_for", lambda model, page_size: None)
         family = SimpleNamespace(restarts_at_limit=False)
         model = SimpleNamespace(
             config=shape, numerics=Numerics(), family=family, num_stages=1, layout=ONE_DEVICE
