@@ -1,14 +1,20 @@
-"""Bad input is refused at admission, by value and limit, and costs nobody else anything."""
+"""Bad requests and checkpoints are refused with value and limit; other requests go on."""
+
+import json
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jaxinfer import CheckpointError, InvalidRequestError, SamplingParams
 from jaxinfer.loading import open_checkpoint
 from jaxinfer.loading.assign import functional_model, load_weights
 from jaxinfer.nn.layers import Numerics
 from tests.support import running
+from tests.support.tiny_checkpoints import write_checkpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+LONGROPE = {"type": "longrope", "factor": 2.0, "short_factor": [1.0], "long_factor": [1.0] * 4}
+UNTIL_EOS = {"temperature": 0, "max_tokens": 3, "ignore_eos": False}
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +24,7 @@ def engine():
 
 @pytest.fixture(scope="module")
 def expected(engine):
-    """What [3, 4, 5] becomes when it is alone."""
+    """The output for [3, 4, 5] without other requests."""
     [request] = engine.add([3, 4, 5], GREEDY)
     running.run(engine)
     return request.output_token_ids
@@ -106,11 +112,7 @@ def test_aborting_what_is_unknown_or_over_says_so(engine):
 
 
 def _write(tmp_path, change):
-    """A tiny checkpoint whose tensors went through `change`."""
-    from safetensors.numpy import load_file, save_file
-
-    from tests.support.tiny_checkpoints import write_checkpoint
-
+    """Write a tiny checkpoint whose tensors `change` has modified."""
     folder = write_checkpoint("gqa", tmp_path)
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
@@ -158,12 +160,47 @@ def test_a_weight_that_is_no_number_is_refused(tmp_path, value):
     ],
 )
 def test_a_config_that_does_not_hold_together_is_refused(tmp_path, change, named):
-    import json
-
-    from tests.support.tiny_checkpoints import write_checkpoint
-
     folder = write_checkpoint("gqa", tmp_path)
     config = json.loads((folder / "config.json").read_text("utf-8"))
     (folder / "config.json").write_text(json.dumps({**config, **change}), "utf-8")
     with pytest.raises(CheckpointError, match=named):
         functional_model(open_checkpoint(folder), Numerics())
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"num_hidden_layers": 10**9}, "1,000,000,000 layers"),
+        ({"max_position_embeddings": None}, "None"),
+        ({"max_position_embeddings": 128.0}, r"128\.0"),
+        ({"head_dim": 8.0}, r"8\.0"),
+        ({"rope_theta": 0}, "theta is 0"),
+        ({"rope_scaling": {"type": "linear", "factor": 0.0}}, r"factor is 0\.0"),
+        ({"rope_scaling": {"type": "dynamic", "factor": -2.0}}, r"factor is -2\.0"),
+        ({"rope_scaling": LONGROPE}, "RoPE's short_factor has 1 numbers; it needs 4"),
+    ],
+)
+def test_config_that_cannot_be_computed_is_refused_before_the_model_is_built(
+    tmp_path, changes, named
+):
+    folder = write_checkpoint("mha", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(CheckpointError, match=named):
+        functional_model(open_checkpoint(folder), Numerics())
+
+
+def test_end_of_text_id_beyond_the_embedding_is_ignored():
+    engine = running.engine(*running.tiny("mha"), eos_token_ids=[10**6])
+    assert not engine.eos_token_ids
+    [request] = engine.add([1, 2, 3], SamplingParams(**UNTIL_EOS, min_tokens=2))
+    running.run(engine)
+    assert len(request.output_token_ids) == 3
+
+
+def test_priority_that_cannot_be_ordered_is_refused_without_a_trace():
+    engine = running.engine(*running.tiny("mha"), {"scheduler": {"policy": "priority"}})
+    engine.add([1, 2, 3], SamplingParams(**UNTIL_EOS))
+    with pytest.raises(InvalidRequestError, match="priority is 'high'"):
+        engine.add([1, 2, 3], SamplingParams(**UNTIL_EOS), priority="high")  # type: ignore[arg-type]
+    assert engine.num_requests == 1

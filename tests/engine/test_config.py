@@ -244,6 +244,13 @@ def test_buckets_rise_to_the_budget_and_hold_every_step(max_tokens, growth, shar
     assert all(b <= growth * a for a, b in itertools.pairwise(buckets))
 
 
+@pytest.mark.parametrize("min_bucket", [1, 16, 20, 100])
+def test_buckets_of_the_batch_invariant_mode_are_whole_tiles(min_bucket):
+    config = EngineConfig(batch_invariant=True, min_bucket=min_bucket)
+    assert all(bucket % 16 == 0 for bucket in config.buckets)
+    assert config.buckets[0] >= min_bucket
+
+
 def test_merge_goes_down_into_tables_and_later_layers_win():
     low = {"seed": 1, "cache": {"page_size": 8, "num_pages": 2}, "scheduler": {"max_num_seqs": 1}}
     high = {"cache": {"page_size": 16}, "seed": 3, "scheduler": 4}
