@@ -1,4 +1,4 @@
-"""The sampling step: what each request asks is done, to its own row, and to no other row."""
+"""The sampling step applies each request's parameters to its own row and to no other row."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from jaxinfer.sampling.slots import NO_TOKEN
 from tests.support.sampling_batch import EOS, KEY, PROMPT, STEP, Batch, R, V, greedy, ranked
 
 
-def test_greedy_takes_the_first_of_equal_logits():
+def test_greedy_decoding_takes_the_first_of_equal_logits():
     assert Batch(greedy()).chosen(np.ones((1, V), np.float32)) == [0]
     assert Batch(greedy()).chosen(ranked(299, 4)) == [299]
 
@@ -27,61 +27,61 @@ def test_each_row_of_a_batch_uses_its_own_parameters():
 def test_bias_is_added_to_its_tokens():
     batch = Batch(greedy(logit_bias={4: 1.5, 299: -100, 0: 0.5}))
     assert batch.chosen(ranked(299, 4)) == [4]
-    with_three_left = ranked(299, 8, 4)  # 3, 2, 1: bias makes it -97, 2, 2.5
-    assert batch.chosen(with_three_left) == [4]
+    logits = ranked(299, 8, 4)  # logits 3, 2, 1, and with the bias -97, 2, 2.5
+    assert batch.chosen(logits) == [4]
 
 
-def test_only_allowed_tokens_are_drawn_and_all_of_them():
+def test_all_allowed_tokens_and_no_others_are_drawn():
     allowed = [0, 31, 32, 288, V - 1]
     batch = Batch(SamplingParams(allowed_token_ids=allowed))
     flat = np.zeros((1, V), np.float32)
     assert {batch.chosen(flat)[0] for _ in range(60)} == set(allowed)
 
 
-def test_a_bad_word_of_one_token_is_never_chosen():
+def test_bad_word_of_one_token_is_never_chosen():
     batch = Batch(greedy(bad_words=["w"]), bad_word_ids=[[9], [299]])
     assert batch.chosen(ranked(299, 9, 4)) == [4]
 
 
-def test_a_bad_word_of_many_tokens_may_begin_but_not_end():
+def test_bad_word_of_many_tokens_is_never_completed():
     batch = Batch(greedy(bad_words=["w"]), bad_word_ids=[[9, 8], [1, 9, 3], list(range(20, 28))])
     assert batch.chosen(ranked(8)) == [8]
     assert batch.chosen(ranked(9)) == [9]
-    assert batch.chosen(ranked(8, 3)) == [3]  # 9 8 is forbidden; 1 9 3 did not begin with 1
+    assert batch.chosen(ranked(8, 3)) == [3]  # 9 8 is forbidden; 9 3 is not, without 1 before it
     assert [batch.chosen(ranked(token, 50))[0] for token in (1, 9, 3)] == [1, 9, 50]
     run = [batch.chosen(ranked(token, 50))[0] for token in range(20, 28)]
     assert run == [*range(20, 27), 50]
 
 
-def test_a_bad_word_may_not_be_completed_across_the_end_of_the_prompt():
+def test_bad_word_that_begins_in_the_prompt_is_never_completed():
     batch = Batch(greedy(bad_words=["w"]), bad_word_ids=[[*PROMPT, 9]])
     assert batch.chosen(ranked(9, 4)) == [4]
 
 
-def test_min_tokens_holds_back_end_of_text_and_stop_tokens():
+def test_min_tokens_forbids_end_of_text_and_stop_tokens():
     batch = Batch(greedy(min_tokens=2, stop_token_ids=[9]), greedy(min_tokens=2, ignore_eos=True))
     assert batch.chosen(ranked(EOS, 9, 4)) == [4, EOS]
     assert batch.chosen(ranked(9, EOS, 4)) == [4, 9]
     assert batch.chosen(ranked(EOS, 9, 4)) == [EOS, EOS]
 
 
-def test_rules_that_forbid_every_token_yield_to_the_allowed_mask():
-    asked: dict[str, Any] = dict(allowed_token_ids=[8, 9], bad_words=["w"], logit_bias={8: 100})
-    greedy_one, random_one = greedy(**asked), SamplingParams(**asked)
+def test_rules_that_forbid_every_token_fall_back_to_the_allowed_mask():
+    rules: dict[str, Any] = dict(allowed_token_ids=[8, 9], bad_words=["w"], logit_bias={8: 100})
+    greedy_one, random_one = greedy(**rules), SamplingParams(**rules)
     batch = Batch(greedy_one, random_one, greedy(), bad_word_ids=[[8], [9]])
     logits = ranked(4, 9, 8)
-    logits[0, 8] = -30.0  # the raw logits decide: 9, not the biased 8
+    logits[0, 8] = -30.0  # the raw logits choose 9, and not 8, which has a bias
     for _ in range(3):
         assert batch.chosen(logits) == [9, 9, 4]
 
 
-def test_a_row_of_only_minus_infinity_still_gives_a_token():
+def test_row_of_minus_infinity_yields_a_valid_token():
     batch = Batch(greedy(), SamplingParams(top_p=0.5), greedy(presence_penalty=1.0))
     assert all(0 <= token < V for token in batch.chosen(np.full((1, V), -np.inf, np.float32)))
 
 
 def penalized(x, prompt, outputs, params: SamplingParams):
-    """One row of float64 logits after the penalties, token by token."""
+    """Apply the penalties to one row of logits, token by token, in float64."""
     x = x.astype(np.float64)
     for token in {*prompt, *outputs}:
         x[token] *= params.repetition_penalty if x[token] < 0 else 1 / params.repetition_penalty
@@ -105,13 +105,13 @@ def test_penalties_equal_the_reference_over_a_generation():
     batch, rng = Batch(*requests, greedy()), np.random.default_rng(0)
     for _ in range(60):
         logits = np.abs(rng.normal(size=(1, V))).astype(np.float32) * 0.2 - 0.1
-        logits[0, :12] += 0.6  # few favourites, so that tokens repeat
+        logits[0, :12] += 0.6  # a few likely tokens, so that tokens repeat
         expected = [
             int(np.argmax(penalized(logits[0], PROMPT, batch.outputs[slot], params)))
             for slot, params in enumerate([*requests, greedy()])
         ]
         assert batch.chosen(logits) == expected
-    assert max(map(len, map(set, batch.outputs))) > 3, "the penalties moved nothing"
+    assert max(map(len, map(set, batch.outputs))) > 3, "the penalties changed no token"
 
 
 @pytest.mark.parity
@@ -133,13 +133,14 @@ def test_repetition_penalty_and_truncation_equal_transformers():
     ):
         scores = processor(torch.tensor([PROMPT]), scores)
     probs = torch.softmax(scores[0].double(), 0).numpy()
-    # Every draw follows the prompt alone: outputs only move the position, the state is put back.
+    # Every draw depends on the prompt alone: outputs only change the position, because the state is
+    # reset before each step.
     batch, counts = Batch(*[params] * R), np.zeros(V)
     fresh = batch.state
     for step in range(500):
         batch.state, batch.outputs = fresh, [[0] * step for _ in range(R)]
         counts += np.bincount(batch.chosen(logits[None]), minlength=V)
-    assert np.all((counts > 0) <= (probs > 0)), "a token was drawn that transformers cuts off"
+    assert np.all((counts > 0) <= (probs > 0)), "a token was drawn that transformers excludes"
     assert np.sum(probs > 0) > 10
     expected = probs * counts.sum()
     likely = expected >= 10
@@ -175,11 +176,11 @@ def log_softmax(x):
     return x - x.max(-1, keepdims=True) - np.log(np.exp(x - x.max(-1, keepdims=True)).sum(-1))
 
 
-def test_logprobs_are_of_the_raw_logits():
+def test_logprobs_are_computed_from_the_raw_logits():
     logits = np.random.default_rng(4).normal(size=(1, V)).astype(np.float32) * 3
-    asked: dict[str, Any] = dict(logit_bias={9: 100}, temperature=0.5)
+    fields: dict[str, Any] = dict(logit_bias={9: 100}, temperature=0.5)
     batch = Batch(
-        SamplingParams(logprobs=5, **asked), SamplingParams(logprobs=0, **asked), greedy()
+        SamplingParams(logprobs=5, **fields), SamplingParams(logprobs=0, **fields), greedy()
     )
     output = batch.step(logits)
     expected = log_softmax(logits)[0]
@@ -191,7 +192,7 @@ def test_logprobs_are_of_the_raw_logits():
     assert not np.any(output.top_ids[2:]) and not np.any(output.top_logprobs[2:])
 
 
-def test_top_logprobs_serves_prompts_and_small_vocabularies():
+def test_top_logprobs_support_prompts_and_small_vocabularies():
     logits = np.random.default_rng(5).normal(size=(6, 11)).astype(np.float32) * 8
     targets = np.array([0, 3, 10, 10, 5, 1], np.int32)
     chosen, ids, values = jax.jit(top_logprobs)(jnp.asarray(logits), jnp.asarray(targets))
@@ -201,7 +202,7 @@ def test_top_logprobs_serves_prompts_and_small_vocabularies():
     assert np.all(np.asarray(ids)[:, 11:] == NO_TOKEN) and np.all(np.isneginf(values[:, 11:]))
 
 
-# Every feature, alone and together, in slots 0..R-1.
+# Every feature, alone and in combination, in slots 0..R-1.
 MIXED = [
     greedy(logprobs=20),
     SamplingParams(temperature=0.7, logprobs=3),
@@ -214,8 +215,8 @@ MIXED = [
 ]
 
 
-def test_a_row_has_the_same_bits_whatever_shares_its_batch():
-    vocab_size = 5003  # prime: every loop over it has a remainder
+def test_row_has_the_same_bits_in_every_batch():
+    vocab_size = 5003  # a prime, so every loop over it has a remainder
     batch = Batch(*MIXED, vocab_size=vocab_size, bad_word_ids=[[5], [7, 3]])
     logits = np.random.default_rng(6).normal(size=(R, vocab_size)).astype(np.float32) * 2.5
     batch.step(logits)  # so that counts are not all zero
@@ -231,7 +232,7 @@ def test_a_row_has_the_same_bits_whatever_shares_its_batch():
     assert bits([6, 0, 7, 2, 5, 1, 4, 3]) == together
     assert bits(range(R), row_tile=3) == together
     for slot in range(R):
-        assert bits([slot])[slot] == together[slot], f"{MIXED[slot]} beside padding"
+        assert bits([slot])[slot] == together[slot], f"{MIXED[slot]} with padding"
         assert bits([slot], num_rows=1)[slot] == together[slot], f"{MIXED[slot]} alone"
     few = bits([4, 3], num_rows=3)
     assert few == {slot: together[slot] for slot in (4, 3)}
@@ -255,7 +256,7 @@ def test_rows_not_sampled_change_neither_state_nor_neighbours():
         assert np.array_equal(new[::2], counted[::2])
 
 
-def test_a_padding_row_that_points_at_a_live_slot_leaves_it_alone():
+def test_padding_row_with_the_index_of_an_active_slot_does_not_change_it():
     batch = Batch(greedy(presence_penalty=0.5, bad_words=["w"]), bad_word_ids=[[5, 6]])
     batch.step(ranked(9))  # every padding row points at slot 0
     assert int(batch.state.extras.output_counts.sum()) == 1

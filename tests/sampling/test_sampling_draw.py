@@ -1,4 +1,4 @@
-"""Drawing: exact sums, exact kept sets, and distributions equal to a float64 reference."""
+"""Draws use exact sums and exact kept sets, and follow a float64 reference distribution."""
 
 import functools
 
@@ -15,11 +15,11 @@ from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.sampling.sample import sample
 from jaxinfer.sampling.slots import init_slots, pack_scalars, write_scalars
 
-V = 300  # no multiple of 32 or of the block of 128; larger than the candidates
-ROWS = 4096  # rows of one call, all of the same slot: draws at 4096 positions
+V = 300  # not a multiple of 32 or of the block of 128; more than the number of candidates
+ROWS = 4096  # rows in one call, all for the same slot, which give draws at 4096 positions
 KEY = jax.random.key(7)
 
-# One program each for every test here: the shapes never change.
+# Each is compiled once for all tests, because the shapes never change.
 STEP = jax.jit(sample)
 INVERT = jax.jit(draw.invert)
 WEIGHTS = jax.jit(draw.weights_of)
@@ -27,7 +27,7 @@ THRESHOLD = jax.jit(draw.truncation_threshold)
 
 
 def kept_by_sorting(x, weights, top_k, top_p):
-    """The kept set of one row, by the definition: sort, count, add up in float64."""
+    """Compute the kept set of one row from its definition: sort, count, and sum in float64."""
     kept = np.ones(len(x), bool)
     if 0 < top_k < len(x):
         kept = x >= np.sort(x)[-top_k]
@@ -39,7 +39,7 @@ def kept_by_sorting(x, weights, top_k, top_p):
 
 
 def reference_probs(logits, params: SamplingParams):
-    """The distribution of one row in float64, from a sort."""
+    """Compute the distribution of one row in float64, by sorting."""
     x = logits.astype(np.float64) / params.temperature
     weights = np.exp(x - x.max())
     kept = kept_by_sorting(x, weights, params.top_k, params.top_p)
@@ -54,7 +54,7 @@ def _one_slot():
 
 
 def draw_many(logits, params: SamplingParams, *, seed=0, calls=5):
-    """[calls * ROWS] tokens of one row of logits, at as many positions."""
+    """Draw tokens [calls * ROWS] from one row of logits, each at its own position."""
     ints, floats = pack_scalars(params, seed=seed, prompt_len=0)
     slots = write_scalars(_one_slot(), jnp.int32(0), jnp.asarray(ints), jnp.asarray(floats))
     rows = jnp.broadcast_to(jnp.asarray(logits), (ROWS, V))
@@ -65,7 +65,7 @@ def draw_many(logits, params: SamplingParams, *, seed=0, calls=5):
 
 
 def p_value(tokens, probs):
-    """Chi-square of the counts against `probs`, tokens expected fewer than 10 times pooled."""
+    """Return the chi-square p-value of the counts, pooling tokens expected fewer than 10 times."""
     counts, expected = np.bincount(tokens, minlength=V), probs * len(tokens)
     rare = expected < 10
     pooled = lambda x: np.append(x[~rare], x[rare].sum())
@@ -96,31 +96,31 @@ def test_draws_follow_the_reference_distribution(name):
     logits = np.random.default_rng(len(name)).normal(size=V).astype(np.float32) * 2
     probs = reference_probs(logits, params)
     tokens = draw_many(logits, params)
-    assert not np.any(probs[tokens] == 0.0), "a token was drawn that is cut off"
+    assert not np.any(probs[tokens] == 0.0), "a token was drawn that is excluded"
     assert p_value(tokens, probs) > 1e-3
 
 
-def test_the_chi_square_sees_a_wrong_distribution():
+def test_chi_square_detects_a_wrong_distribution():
     logits = np.random.default_rng(0).normal(size=V).astype(np.float32) * 2
     tokens = draw_many(logits, SamplingParams(temperature=1.0))
     assert p_value(tokens, reference_probs(logits, SamplingParams(temperature=1.1))) < 1e-6
 
 
-def test_a_seed_repeats_its_draws_and_another_differs():
+def test_draws_repeat_with_the_same_seed_and_differ_with_another():
     logits, params = np.zeros(V, np.float32), SamplingParams()
     first = draw_many(logits, params, seed=5, calls=1)
     assert np.array_equal(first, draw_many(logits, params, seed=5, calls=1))
     others = [draw_many(logits, params, seed=s, calls=1) for s in (6, 2**31 + 5, 2**32 - 1)]
-    for other in others:  # independent: equal about once in V draws
+    for other in others:  # independent draws are equal about once in V draws
         assert abs(np.mean(first == other) - 1 / V) < 0.01
 
 
-def test_the_position_is_part_of_the_key():
+def test_draws_at_adjacent_positions_are_independent():
     tokens = draw_many(np.zeros(V, np.float32), SamplingParams(), calls=1)
     assert abs(np.mean(tokens[1:] == tokens[:-1]) - 1 / V) < 0.01
 
 
-def test_the_draw_is_keyed_by_base_seed_and_position_as_documented():
+def test_random_bits_are_keyed_by_base_key_seed_and_position():
     seed, position = np.array([3, 2**32 - 1], np.uint32), np.array([0, 9], np.int32)
     bits = draw.uniform_bits(KEY, jnp.asarray(seed.view(np.int32)), jnp.asarray(position))
     for row in range(2):
@@ -128,7 +128,7 @@ def test_the_draw_is_keyed_by_base_seed_and_position_as_documented():
         assert bits[row] == jax.random.bits(key, (), jnp.uint32)
 
 
-# Logits of few distinct values, so that most thresholds fall on ties; -inf is a masked token.
+# Logits with few distinct values, so that most thresholds fall on ties; -inf is a masked token.
 TIED = st.lists(st.sampled_from([-np.inf, -3.0, -0.0, 0.0, 0.5, 0.5000001, 2.0]), min_size=V)
 
 
@@ -140,9 +140,9 @@ TIED = st.lists(st.sampled_from([-np.inf, -3.0, -0.0, 0.0, 0.5, 0.5000001, 2.0])
     top_p=st.sampled_from([1e-9, 0.1, 0.5, 0.9, 0.999, 1.0]),
     temperature=st.sampled_from([0.05, 1.0, 20.0]),
 )
-def test_the_kept_set_equals_that_of_a_sort(values, noise, top_k, top_p, temperature):
+def test_kept_set_equals_that_of_a_sort(values, noise, top_k, top_p, temperature):
     x = np.array(values, np.float32)
-    x[0] = 2.5  # one finite logit at least
+    x[0] = 2.5  # at least one finite logit
     x += noise * np.random.default_rng(1).normal(size=V).astype(np.float32)
     weights = np.asarray(WEIGHTS(jnp.asarray(x[None]), jnp.full(1, temperature, jnp.float32)))
     threshold = THRESHOLD(
@@ -156,7 +156,7 @@ def test_the_kept_set_equals_that_of_a_sort(values, noise, top_k, top_p, tempera
     assert np.array_equal(kept, expected)
 
 
-def test_a_neighbour_that_needs_the_search_does_not_move_a_threshold():
+def test_threshold_is_independent_of_a_row_that_needs_a_search():
     rng = np.random.default_rng(3)
     x = jnp.asarray(rng.normal(size=(3, V)).astype(np.float32))
     weights = WEIGHTS(x, jnp.asarray([1.0, 1.0, 5.0], jnp.float32))
@@ -174,7 +174,7 @@ def test_a_neighbour_that_needs_the_search_does_not_move_a_threshold():
     exponents=st.lists(st.integers(-60, 0), min_size=1, max_size=V),
     uniform=st.one_of(st.sampled_from([0, 1, 2**31, 2**32 - 1]), st.integers(0, 2**32 - 1)),
 )
-def test_the_inverse_equals_integer_arithmetic(exponents, uniform):
+def test_inverse_distribution_equals_integer_arithmetic(exponents, uniform):
     weights = np.zeros(V, np.float32)
     weights[-len(exponents) :] = np.ldexp(np.float32(1 - 2**-20), exponents)
     fixed = [int(float(w) * 2**draw.FRACTION_BITS) for w in weights]
@@ -195,7 +195,7 @@ def test_sums_do_not_overflow_at_the_largest_vocabulary_of_equal_logits():
         assert int(token[0]) == vocab_size * uniform >> 32
 
 
-def test_bit_patterns_are_ordered_as_their_floats():
+def test_bit_patterns_have_the_order_of_their_floats():
     values = np.array([-np.inf, -3e38, -1.0, -1e-38, -0.0, 0.0, 1e-38, 1.0, np.inf], np.float32)
     order = np.asarray(draw._to_order(jnp.asarray(values)))
     assert np.all(np.diff(order.astype(np.int64)) > 0)

@@ -1,7 +1,6 @@
-"""Every sampling parameter does something, in the engine, per row, in mixed batches."""
+"""Every sampling parameter takes effect in the engine, per request and in mixed batches."""
 
 import dataclasses
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,17 +8,21 @@ import pytest
 from jaxinfer import InvalidRequestError, SamplingParams
 from jaxinfer.loading import open_checkpoint
 from tests.support import running
+from tests.support.paths import ROOT
 from tests.support.tiny_checkpoints import write_checkpoint
 
-SOURCES = ("admission", "engine", "request", "sampling_slots", "sampling", "batch", "llm")
+PACKAGE = ROOT / "jaxinfer"
 PROMPT = [10, 20, 30, 40, 50]
-ENGINES: dict = {}  # by (has a tokenizer, end-of-text ids)
+ENGINES: dict = {}  # keyed by (has a tokenizer, end-of-text ids)
 
 
 def test_every_field_is_read_by_code_beyond_its_own_class():
-    """A field nobody reads is an option accepted and ignored."""
-    package = Path(running.__file__).parent.parent / "jaxinfer"
-    code = "\n".join((package / f"{name}.py").read_text("utf-8") for name in SOURCES)
+    """A field that no code reads would be accepted and ignored."""
+    folders = ("engine", "execution", "sampling")
+    files = [path for name in folders for path in (PACKAGE / name).glob("*.py")]
+    code = "\n".join(
+        path.read_text("utf-8") for path in [*files, PACKAGE / "llm.py"] if path.name != "params.py"
+    )
     unread = [
         field.name
         for field in dataclasses.fields(SamplingParams)
@@ -39,7 +42,7 @@ def tokenizer(tmp_path_factory):
 
 
 def generate(model_and_weights, fields, prompt=PROMPT, tokenizer=None, eos=()):
-    """One engine for all: by law 1 what it did before does not matter."""
+    """Run one request; tests share engines, because earlier requests do not affect a result."""
     key = (tokenizer is not None, tuple(eos))
     if key not in ENGINES:
         ENGINES[key] = running.engine(*model_and_weights, tokenizer=tokenizer, eos_token_ids=eos)
@@ -82,12 +85,12 @@ def test_truncation_to_one_token_is_greedy(model_and_weights, greedy):
         assert got == greedy, fields
 
 
-def test_a_seed_repeats_and_another_does_not(model_and_weights):
+def test_tokens_repeat_with_the_same_seed_and_differ_with_another(model_and_weights):
     a, b, c = (tokens(model_and_weights, {"temperature": 1.0, "seed": seed}) for seed in (1, 1, 2))
     assert a == b != c
 
 
-def test_without_a_seed_the_engine_seed_decides(model_and_weights):
+def test_requests_without_a_seed_depend_on_the_engine_seed(model_and_weights):
     model, weights = model_and_weights
 
     def run(seed):
@@ -101,14 +104,14 @@ def test_without_a_seed_the_engine_seed_decides(model_and_weights):
     assert run(0)[0] != run(0)[1]
 
 
-def test_n_samples_differ_and_the_first_is_that_of_n_1(model_and_weights):
+def test_n_samples_differ_and_the_first_equals_that_of_n_1(model_and_weights):
     fields = {"temperature": 1.0, "seed": 11, "n": 4}
     requests, _ = generate(model_and_weights, fields)
     assert len({tuple(r.output_token_ids) for r in requests}) == 4
     assert requests[0].output_token_ids == tokens(model_and_weights, {**fields, "n": 1})
 
 
-def test_stop_tokens_and_eos_end_a_request_unless_held_back(model_and_weights, greedy):
+def test_stop_tokens_and_eos_end_a_request_unless_forbidden(model_and_weights, greedy):
     third = greedy[2]
     at = greedy.index(third) + 1
     requests, _ = generate(model_and_weights, {"stop_token_ids": [third]})
@@ -120,7 +123,7 @@ def test_stop_tokens_and_eos_end_a_request_unless_held_back(model_and_weights, g
     assert len(held) >= 6 and third not in held[:5]
 
 
-def test_logprobs_are_those_of_the_raw_logits(model_and_weights, greedy):
+def test_logprobs_equal_those_of_the_raw_logits(model_and_weights, greedy):
     model, weights = model_and_weights
     logits = running.all_logits(model, weights, PROMPT + greedy).astype(np.float64)
     logp = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
@@ -139,7 +142,7 @@ def test_logprobs_are_those_of_the_raw_logits(model_and_weights, greedy):
 
 @pytest.mark.parametrize("max_tokens", [0, 3])
 @pytest.mark.parametrize("budget", [2, 32])
-def test_prompt_logprobs_cover_the_whole_prompt_however_it_is_cut(
+def test_prompt_logprobs_cover_the_whole_prompt_with_any_chunk_size(
     model_and_weights, max_tokens, budget
 ):
     model, weights = model_and_weights
@@ -148,7 +151,7 @@ def test_prompt_logprobs_cover_the_whole_prompt_however_it_is_cut(
     logp = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
     engine = running.engine(model, weights, {"scheduler": {"max_num_batched_tokens": budget}})
     params = SamplingParams(temperature=0, max_tokens=max_tokens, prompt_logprobs=2)
-    for _ in range(2):  # the second would hit the prefix cache, if it were allowed to
+    for _ in range(2):  # the second would hit the prefix cache if prompt logprobs allowed it
         [request] = engine.add(prompt, params)
         running.run(engine)
         assert sorted(request.logprobs.prompt) == list(range(1, len(prompt)))
@@ -167,7 +170,7 @@ def test_bad_words_never_appear(model_and_weights, tokenizer):
     assert word not in text
 
 
-def test_a_stop_string_ends_the_text_before_it(model_and_weights, tokenizer):
+def test_stop_string_ends_the_text_before_it(model_and_weights, tokenizer):
     fields = {"temperature": 1.0, "seed": 4, "max_tokens": 60, "ignore_eos": True}
     _, text = generate(model_and_weights, fields, tokenizer=tokenizer)
     stop = text[20:23]
@@ -180,7 +183,7 @@ def test_a_stop_string_ends_the_text_before_it(model_and_weights, tokenizer):
     assert generate(model_and_weights, late, tokenizer=tokenizer)[1] == text
 
 
-def test_special_tokens_are_shown_only_on_request(model_and_weights, tokenizer):
+def test_special_tokens_are_in_the_text_only_on_request(model_and_weights, tokenizer):
     fields = {"allowed_token_ids": [2], "max_tokens": 3, "ignore_eos": True}
     assert generate(model_and_weights, fields, tokenizer=tokenizer)[1] == ""
     shown = {**fields, "skip_special_tokens": False}

@@ -1,4 +1,4 @@
-"""Sampling state: what is packed, that a resumed request continues, and that nothing is copied."""
+"""The sampling state of slots: packing, resumption after a preemption, and in-place updates."""
 
 import re
 from typing import Any
@@ -25,7 +25,7 @@ from jaxinfer.sampling.slots import (
 )
 from tests.support.sampling_batch import EOS, KEY, PROMPT, Batch, R, V, greedy
 
-ASKED: list[tuple[dict[str, Any], Feature]] = [
+FEATURES: list[tuple[dict[str, Any], Feature]] = [
     (dict(), Feature.RANDOM),
     (dict(temperature=0), Feature(0)),
     (dict(temperature=0, top_k=5, top_p=0.5), Feature(0)),
@@ -45,8 +45,8 @@ ASKED: list[tuple[dict[str, Any], Feature]] = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "expected"), ASKED, ids=lambda value: str(value))
-def test_features_follow_the_fields_and_extras_are_uploaded_only_if_used(fields, expected):
+@pytest.mark.parametrize(("fields", "expected"), FEATURES, ids=lambda value: str(value))
+def test_features_follow_the_fields_and_extras_are_packed_only_if_used(fields, expected):
     params = SamplingParams(**fields)
     assert features(params, eos_token_ids=[EOS]) == expected
     extras = pack_extras(params, prompt_token_ids=PROMPT, eos_token_ids=[EOS], vocab_size=V)
@@ -59,7 +59,7 @@ def test_bad_words_without_their_token_ids_are_refused():
     assert features(greedy(bad_words=["w"]), bad_word_ids=[[1]]) == Feature.BAD_WORDS
 
 
-def test_packing_refuses_what_the_device_state_cannot_hold():
+def test_packing_refuses_values_beyond_the_device_state():
     params = greedy(logit_bias=dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 1.0))
     with pytest.raises(ValueError, match="the limit is"):
         pack_extras(params, prompt_token_ids=PROMPT, vocab_size=1000)
@@ -68,7 +68,7 @@ def test_packing_refuses_what_the_device_state_cannot_hold():
 
 
 @pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 300])
-def test_bit_sets_hold_vocabularies_of_any_size(vocab_size):
+def test_bit_sets_support_any_vocabulary_size(vocab_size):
     ids = sorted({0, vocab_size // 2, vocab_size - 1})
     words = _bit_set(ids, vocab_size)
     assert words.dtype == np.uint32 and words.shape == (-(-vocab_size // 32),)
@@ -78,14 +78,14 @@ def test_bit_sets_hold_vocabularies_of_any_size(vocab_size):
 
 
 @pytest.mark.parametrize("num_before", [0, 1, 12])
-def test_a_preempted_request_continues_as_if_it_had_not_stopped(num_before):
+def test_preempted_request_continues_without_a_difference(num_before):
     words = [[5, 6], [1, 2, 3], [4] * 8]
     params = SamplingParams(
         temperature=0.7, presence_penalty=0.4, frequency_penalty=0.2, repetition_penalty=1.2,
         bad_words=["w"], min_tokens=3, logit_bias={4: 3.0},
     )  # fmt: skip
     logits = np.random.default_rng(8).normal(size=(40, 1, V)).astype(np.float32)
-    logits[..., 50:53] += 8  # few favourites, so that tokens repeat
+    logits[..., 50:53] += 8  # a few likely tokens, so that tokens repeat
     through, resumed = (Batch(params, bad_word_ids=words) for _ in range(2))
     for step in logits[:num_before]:
         through.step(step)
@@ -116,7 +116,7 @@ def test_reused_slot_ignores_its_earlier_request():
     assert batch.state.extras.output_counts[0].sum() == 1
 
 
-def test_a_write_beyond_the_slots_is_dropped():
+def test_write_beyond_the_slots_is_dropped():
     state = init_slots(2, V)
     ints, floats = map(jnp.asarray, pack_scalars(SamplingParams(), seed=1, prompt_len=1))
     written = jax.jit(write_scalars)(
@@ -126,7 +126,7 @@ def test_a_write_beyond_the_slots_is_dropped():
     assert np.array_equal(written.floats[1], floats)
 
 
-def test_a_vocabulary_too_large_for_exact_sums_is_refused():
+def test_vocabulary_too_large_for_exact_sums_is_refused():
     num_tokens = MAX_VOCAB_SIZE + 1
     state = jax.eval_shape(lambda: init_slots(1, num_tokens))
     logits = jax.ShapeDtypeStruct((1, num_tokens), jnp.float32)
@@ -135,8 +135,8 @@ def test_a_vocabulary_too_large_for_exact_sums_is_refused():
         jax.eval_shape(lambda x, s: sample(x, s, row, row, row == 0, KEY), logits, state)
 
 
-def test_the_donated_state_is_updated_in_place():
-    """No copy of the counts, and little temporary memory beside them."""
+def test_donated_state_is_updated_in_place():
+    """The counts are not copied, and the program needs little temporary memory."""
     state, slot, row = init_slots(4096, V), jnp.zeros(R, jnp.int32), jnp.zeros((R, V), jnp.float32)
     step = lambda state, *rest: sample(row, state, *rest)
     extras = pack_extras(

@@ -1,4 +1,4 @@
-"""A bench for the sampling step: requests in slots, one row each, padding rows full of NaN."""
+"""A harness for the sampling step: one slot and one row per request, with NaN in padding rows."""
 
 from typing import Any
 
@@ -17,18 +17,18 @@ from jaxinfer.sampling.slots import (
     write_scalars,
 )
 
-V, R = 300, 8  # V is no multiple of 32 or 128
+V, R = 300, 8  # V is not a multiple of 32 or 128
 EOS = 2
 PROMPT = [5, 6, 7, 7]
 KEY = jax.random.key(0)
 
-STEP = jax.jit(sample, static_argnames="row_tile")  # one program a shape
+STEP = jax.jit(sample, static_argnames="row_tile")  # compiled once per shape
 WRITE = jax.jit(write_scalars)
 WRITE_EXTRAS = jax.jit(write_extras)
 
 
 class Batch:
-    """Requests in slots 0.., one row each; slots and rows beyond them are padding."""
+    """Requests in the first slots, one row each; other slots and rows are padding."""
 
     def __init__(self, *requests: SamplingParams, vocab_size=V, num_slots=R, bad_word_ids=()):
         self.state, self.vocab_size = init_slots(num_slots, vocab_size), vocab_size
@@ -38,11 +38,11 @@ class Batch:
             self.admit(slot, params)
 
     def admit(self, slot, params: SamplingParams, outputs=()):
-        """Admit a request to a slot, again after a preemption if it has outputs."""
-        asked: dict[str, Any] = dict(eos_token_ids=[EOS])
+        """Admit a request to a slot; with outputs, after a preemption."""
+        options: dict[str, Any] = dict(eos_token_ids=[EOS])
         if params.bad_words:
-            asked["bad_word_ids"] = self.bad_word_ids
-        ints, floats = pack_scalars(params, seed=slot + 10, prompt_len=len(PROMPT), **asked)
+            options["bad_word_ids"] = self.bad_word_ids
+        ints, floats = pack_scalars(params, seed=slot + 10, prompt_len=len(PROMPT), **options)
         where = jnp.int32(slot)
         self.state = WRITE(self.state, where, jnp.asarray(ints), jnp.asarray(floats))
         extras = pack_extras(
@@ -50,7 +50,7 @@ class Batch:
             prompt_token_ids=PROMPT,
             output_token_ids=outputs,
             vocab_size=self.vocab_size,
-            **asked,
+            **options,
         )
         if extras is not None:
             self.state = WRITE_EXTRAS(self.state, where, jax.tree.map(jnp.asarray, extras))
@@ -82,7 +82,7 @@ def greedy(**fields: Any) -> SamplingParams:
 
 
 def ranked(*tokens, vocab_size=V):
-    """[1, V] logits whose order of preference begins with `tokens`."""
+    """Return logits [1, V] whose likeliest tokens are `tokens`, in this order."""
     logits = np.zeros((1, vocab_size), np.float32)
     logits[0, list(tokens)] = np.arange(len(tokens), 0, -1)
     return logits
