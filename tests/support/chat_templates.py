@@ -1,4 +1,4 @@
-"""Chat templates as models carry them, and conversations to put through them."""
+"""Chat templates like those of published models, and conversations to render with them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.support.difficult_texts import DIFFICULT_TEXTS
 
-# Header lines, tools as JSON lines, calls and their results, reasoning kept for the last turn only.
+# Header lines, tools as JSON lines, calls and results; only the last answer keeps its reasoning.
 CHATML = """
 {%- set state = namespace(last_question=-1) %}
 {%- for message in messages[::-1] %}
@@ -42,7 +42,7 @@ CHATML = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}
 """
-# A BOS of its own, a system turn with the date, trimmed contents, indented JSON.
+# The template writes BOS itself, a system message with the date, trimmed text and indented JSON.
 LLAMA3 = """
 {{- bos_token }}
 {%- macro head(role) %}{{ '<|im_start|>' ~ role ~ '<|im_end|>\\n\\n' }}{% endmacro %}
@@ -68,7 +68,7 @@ LLAMA3 = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{- head('assistant') }}{% endif %}
 """
-# Strict turns without headers; the system's text goes before the first question.
+# Strictly alternating roles without headers; the system message precedes the first question.
 MISTRAL = """
 {%- set has_system = messages[0].role == 'system' %}
 {%- set preface = messages[0].content ~ '\\n\\n' if has_system else '' %}
@@ -83,7 +83,7 @@ MISTRAL = """
     {%- endif %}
 {%- endfor %}
 """
-# Lines of text between the blocks; no system turn; the assistant has another name.
+# Literal text between the blocks, no system message, and another name for the assistant.
 GEMMA = """{{ bos_token }}
 {% for message in messages %}
     {% if message.role == 'system' %}
@@ -97,7 +97,7 @@ GEMMA = """{{ bos_token }}
 <|im_start|>model
 {% endif %}
 """
-# The template and the tokenizer that it goes with.
+# Each template, with the tokenizer that is used with it.
 TEMPLATES = {
     "chatml": (CHATML, "byte_level_qwen2"),
     "llama3": (LLAMA3, "byte_level_llama3"),
@@ -148,7 +148,7 @@ CONVERSATIONS: tuple[list[dict[str, Any]], ...] = (
 
 
 def cases() -> list[tuple[list[dict[str, Any]], dict[str, Any]]]:
-    """Conversations with the variables that go with them."""
+    """Return the conversations, each with the variables for its template."""
     plain = [(messages, {"add_generation_prompt": True}) for messages in CONVERSATIONS]
     others = [
         (messages, {"add_generation_prompt": prompt, "tools": TOOLS})

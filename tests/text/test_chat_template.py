@@ -1,4 +1,4 @@
-"""Chat templates render as Hugging Face renders them, in a sandbox, within limits."""
+"""Chat templates render like those of Hugging Face, in a sandbox and within limits."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ TOOL = {"name": "weather", "description": "Wetter für <Orte>", "parameters": {"
 @pytest.mark.parametrize("messages", [[USER], CONVERSATION])
 @pytest.mark.parametrize("prompt", [False, True])
 @pytest.mark.parity
-def test_templates_render_as_transformers_renders_them(template, messages, prompt):
+def test_templates_render_like_transformers(template, messages, prompt):
     transformers = pytest.importorskip("transformers", reason="compares with transformers")
     utils = transformers.utils.chat_template_utils
     special = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -74,10 +74,10 @@ def test_templates_render_as_transformers_renders_them(template, messages, promp
 
 
 def test_chatml_is_rendered_with_and_without_the_generation_prompt():
-    turn = "<|im_start|>user\nHi é <b><|im_end|>\n"
+    message = "<|im_start|>user\nHi é <b><|im_end|>\n"
     template = ChatTemplate(CHATML)
-    assert template.render([USER], add_generation_prompt=False) == turn
-    assert template.render([USER]) == turn + "<|im_start|>assistant\n"
+    assert template.render([USER], add_generation_prompt=False) == message
+    assert template.render([USER]) == message + "<|im_start|>assistant\n"
 
 
 def test_block_lines_leave_no_blank_lines():
@@ -87,7 +87,7 @@ def test_block_lines_leave_no_blank_lines():
     assert rendered == "<s>[Be brief.]\n        Hi é <b>|\n        HELLO.</s>\n        Bye|\n"
 
 
-def test_json_keeps_its_order_and_readable_text():
+def test_json_keeps_key_order_and_non_ascii_text():
     rendered = ChatTemplate("{{ tools | tojson }}").render([USER], tools=[TOOL])
     assert rendered == (
         '[{"name": "weather", "description": "Wetter für <Orte>", '
@@ -110,13 +110,13 @@ def test_variables_reach_the_template_and_missing_ones_are_empty():
     assert template.render([USER], enable_thinking=True) == "True||True"
 
 
-def test_a_template_can_refuse_the_messages():
+def test_template_can_refuse_messages():
     template = ChatTemplate("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(ValueError, match="refuses these messages: roles must alternate"):
         template.render([USER])
 
 
-def test_a_template_that_does_not_compile_is_an_error_only_when_used():
+def test_template_that_does_not_compile_is_refused_on_first_use():
     template = ChatTemplate("line one\n{% for %}")
     with pytest.raises(ChatTemplateError, match="does not compile: line 2"):
         template.render([USER])
@@ -140,7 +140,7 @@ def test_a_template_that_does_not_compile_is_an_error_only_when_used():
 )
 def test_sandbox_violations_and_failures_raise_one_kind_of_error(expression):
     messages = [dict(USER)]
-    # jinja2 gives an undefined value for a forbidden attribute: printed, that is nothing.
+    # For some forbidden attributes jinja2 yields an undefined value, which renders as nothing.
     try:
         rendered = ChatTemplate(expression).render(messages)
     except ChatTemplateError:
@@ -149,7 +149,7 @@ def test_sandbox_violations_and_failures_raise_one_kind_of_error(expression):
     assert messages == [USER]
 
 
-def test_loops_over_numbers_share_one_budget():
+def test_ranges_of_one_rendering_share_a_budget():
     nested = "{% for i in range(2000) %}{% for j in range(2000) %}{% endfor %}{% endfor %}"
     for template in (nested, "{{ range(10**9) }}", "{{ range(10**30) }}"):
         with pytest.raises(ChatTemplateError, match=r"1,000,000 numbers|too large"):
@@ -167,7 +167,7 @@ def test_output_beyond_the_limit_is_refused(monkeypatch):
         template.render([USER], n=11)
 
 
-def test_a_template_beyond_the_limit_is_refused():
+def test_template_source_beyond_the_limit_is_refused():
     with pytest.raises(ChatTemplateError, match="1,048,577 characters, more than the limit"):
         ChatTemplate(" " * 1_048_577).render([USER])
 
@@ -184,7 +184,7 @@ def test_text_parts_are_joined_and_other_keys_kept():
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
-def test_reasoning_reaches_a_template_by_whatever_name(key):
+def test_reasoning_is_available_by_every_name(key):
     (message,) = check_messages([{"role": "assistant", "content": "4", key: "2 + 2"}])
     assert message["reasoning_content"] == message["thinking"] == "2 + 2"
 
@@ -205,6 +205,6 @@ def test_reasoning_reaches_a_template_by_whatever_name(key):
         ([{"role": "user", "content": ["x"]}], "part 0 is 'str'"),
     ],
 )
-def test_malformed_messages_are_refused_by_position(messages, message):
+def test_malformed_messages_are_refused_with_their_position(messages, message):
     with pytest.raises(ChatTemplateError, match=message):
         check_messages(messages)

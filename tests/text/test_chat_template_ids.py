@@ -1,4 +1,4 @@
-"""Token ids of templated conversations equal those of transformers, recorded and live."""
+"""Token ids of rendered conversations equal those of transformers, recorded and computed."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tests.support import tiny_tokenizers as tiny
 every_template = pytest.mark.parametrize("name", chats.TEMPLATES)
 
 
-def templated(name: str, folder) -> Tokenizer:
+def tokenizer_with_template(name: str, folder) -> Tokenizer:
     return tiny.with_template(name, folder)[1]
 
 
 @every_template
-def test_ids_are_as_recorded(name, tmp_path):
-    ours = templated(name, tmp_path)
+def test_chat_ids_equal_the_records(name, tmp_path):
+    ours = tokenizer_with_template(name, tmp_path)
     stored = json.loads((tiny.FOLDER / "difficult_texts.json").read_text("utf-8"))[f"chat {name}"]
     rows = [tiny.chat_row(ours.encode_chat, *case) for case in chats.cases()]
     assert rows == stored
@@ -31,7 +31,7 @@ def test_ids_are_as_recorded(name, tmp_path):
 
 @every_template
 @pytest.mark.parity
-def test_ids_equal_transformers_here(name, tmp_path):
+def test_chat_ids_equal_transformers(name, tmp_path):
     transformers = pytest.importorskip("transformers", reason="compares with transformers")
     jinja2 = pytest.importorskip("jinja2", reason="transformers renders with it")
     folder, ours = tiny.with_template(name, tmp_path)

@@ -1,4 +1,4 @@
-"""Streamed text equals decoded text, whole characters only, and stop strings never leak."""
+"""Streamed text equals decoded text, in whole characters, and contains no stop strings."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def deltas(tokenizer: Tokenizer, ids: list[int], *, skip_special_tokens: bool = 
 
 
 def part_ids() -> st.SearchStrategy[int]:
-    """Ids that hold parts of characters, so that random sequences are not mostly plain words."""
+    """Ids that are parts of characters, so that random sequences are not mostly plain words."""
     return st.sampled_from(files.demo_tokenizer().encode(EMOJI * 2 + "日本語のテキスト한국어"))
 
 
@@ -70,7 +70,7 @@ def test_deltas_add_up_to_the_decoded_text_with_byte_fallback_and_stripped_space
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_a_delta_never_ends_inside_a_character(text, piece_tokenizer):
+def test_delta_never_ends_inside_a_character(text, piece_tokenizer):
     for tokenizer in (files.demo_tokenizer(), piece_tokenizer):
         ids = tokenizer.encode(text)
         parts = deltas(tokenizer, ids)
@@ -84,13 +84,13 @@ def test_characters_appear_with_the_token_that_completes_them(piece_tokenizer):
     assert deltas(piece_tokenizer, ids) == ["", "", "世", "", "é", ""]
 
 
-def test_an_incomplete_tail_is_flushed_as_decode_would_show_it(piece_tokenizer):
+def test_incomplete_tail_is_flushed_like_decode(piece_tokenizer):
     ids = [3 + byte for byte in "世".encode()[:2]]
     assert deltas(piece_tokenizer, ids) == ["", "", "\ufffd"]
     assert piece_tokenizer.decode(ids) == "\ufffd"
 
 
-def test_a_detokenizer_starts_over_after_finish(piece_tokenizer):
+def test_detokenizer_restarts_after_finish(piece_tokenizer):
     detokenizer = IncrementalDetokenizer(piece_tokenizer)
     hello = piece_tokenizer.token_to_id("▁hello")
     for _ in range(2):
@@ -100,7 +100,7 @@ def test_a_detokenizer_starts_over_after_finish(piece_tokenizer):
         assert detokenizer.finish() == "\ufffd"
 
 
-def test_each_token_is_looked_up_once_however_long_the_text(piece_tokenizer, monkeypatch):
+def test_each_token_is_looked_up_once(piece_tokenizer, monkeypatch):
     looked_up: list[int] = []
     bytes_of = Tokenizer.bytes_of
 
@@ -118,7 +118,7 @@ def test_each_token_is_looked_up_once_however_long_the_text(piece_tokenizer, mon
 
 
 def expected_output(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
-    """By the definition: the stop that is complete first, of those the longest."""
+    """Find the stop string that is complete first and, among those, the longest."""
     for end in range(1, len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:
@@ -142,7 +142,7 @@ AB = st.text("ab", min_size=1, max_size=5)
     cuts=st.lists(st.integers(0, 30), max_size=8),
     include=st.booleans(),
 )
-def test_output_ends_at_the_first_stop_however_the_text_is_cut(text, stops, cuts, include):
+def test_output_ends_at_the_first_stop_for_any_chunks(text, stops, cuts, include):
     expected, stop = expected_output(text, stops, include)
     matcher = StopStringMatcher(stops, include_in_output=include)
     output, seen, found = "", "", None
@@ -154,15 +154,15 @@ def test_output_ends_at_the_first_stop_however_the_text_is_cut(text, stops, cuts
         if delta.stop is not None:
             found = delta.stop
             break
-        # Nothing is held back but what a stop string begins with.
-        held = seen[len(output) :]
-        assert not held or any(s.startswith(held) and s != held for s in stops)
+        # Only a prefix of a stop string may be withheld.
+        withheld = seen[len(output) :]
+        assert not withheld or any(s.startswith(withheld) and s != withheld for s in stops)
     if found is None:
         output += matcher.finish()
     assert (output, found) == (expected, stop)
 
 
-def test_the_stop_is_part_of_the_output_only_if_asked_for():
+def test_stop_is_in_the_output_only_on_request():
     assert StopStringMatcher(["STOP"]).push("a STOP b") == TextDelta("a ", "STOP")
     included = StopStringMatcher(["STOP"], include_in_output=True)
     assert included.push("a ST") == TextDelta("a ")
@@ -177,17 +177,17 @@ def test_text_after_a_stop_is_refused():
 
 
 @pytest.mark.parametrize("stops", ["abc", [""], ["a", ""]])
-def test_stops_that_cannot_match_are_refused(stops):
+def test_invalid_stops_are_refused(stops):
     with pytest.raises(ValueError, match="string"):
         StopStringMatcher(stops)
 
 
-def test_the_search_is_linear_on_text_that_almost_matches():
+def test_search_is_linear_on_text_that_almost_matches():
     matcher = StopStringMatcher(["a" * 2000 + "b"])
     started = time.perf_counter()
     for _ in range(200):
         matcher.push("a" * 1000)
-    # 200,000 characters of one transition each; comparing afresh would be 400 million.
+    # 200,000 characters take one transition each; naive comparison would take 400 million steps.
     assert time.perf_counter() - started < 5
     assert len(matcher.finish()) == 2000
 
@@ -196,7 +196,7 @@ def test_the_search_is_linear_on_text_that_almost_matches():
     ("stop", "text", "found"),
     [([], "hello world", None), (["o w"], "hell", "o w"), (["ld!"], "hello world", None)],
 )
-def test_a_stream_stops_across_tokens_and_flushes_what_it_held(stop, text, found, piece_tokenizer):
+def test_stream_stops_across_tokens_and_flushes_withheld_text(stop, text, found, piece_tokenizer):
     stream = TextStream(piece_tokenizer, stop=stop)
     output, matched = "", None
     for token_id in piece_tokenizer.encode("hello world"):
@@ -210,13 +210,13 @@ def test_a_stream_stops_across_tokens_and_flushes_what_it_held(stop, text, found
     assert (output, matched) == (text, found)
 
 
-def test_a_stop_that_only_the_flushed_tail_completes_still_stops(piece_tokenizer):
+def test_stop_completed_by_the_flushed_tail_is_found(piece_tokenizer):
     stream = TextStream(piece_tokenizer, stop=["\ufffd"], include_stop_str_in_output=True)
     assert stream.push(3 + 0xE4) == TextDelta("")
     assert stream.finish() == TextDelta("\ufffd", "\ufffd")
 
 
-def test_special_tokens_reach_the_stream_if_asked_for(piece_tokenizer):
+def test_special_tokens_are_in_the_stream_on_request(piece_tokenizer):
     stream = TextStream(piece_tokenizer, stop=["</s>"], skip_special_tokens=False)
     assert stream.push(2) == TextDelta("", "</s>")
     assert TextStream(piece_tokenizer, stop=["</s>"]).push(2) == TextDelta("")

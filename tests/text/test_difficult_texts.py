@@ -1,6 +1,6 @@
-"""One torture text through every kind of tokenizer: the reference's ids and text, also streamed.
+"""Ids and text of the difficult texts equal the reference for every kind of tokenizer.
 
-Recorded digests stand for transformers where it is not installed; where it is, it runs beside.
+The reference is transformers: its recorded digests, and the library itself if it is installed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def recorded() -> dict[str, Any]:
 
 
 @cache
-def peer(name: str) -> Any:
+def reference(name: str) -> Any:
     transformers = pytest.importorskip("transformers", reason="compares with transformers")
     return transformers.AutoTokenizer.from_pretrained(tiny.FOLDER / name)
 
@@ -40,19 +40,19 @@ def assert_rows(tokenizer: Tokenizer, expected: list[list[Any]]) -> None:
     assert not wrong
 
 
-def test_every_kind_is_recorded():
+def test_records_cover_every_kind_of_tokenizer():
     chats = [f"chat {name}" for name in TEMPLATES]
     assert list(recorded()) == ["versions", *tiny.DIRECTORIES, *chats]
 
 
 @every_kind
-def test_ids_and_text_are_as_recorded(name):
+def test_ids_and_text_equal_the_records(name):
     assert_rows(tiny.directory_tokenizer(name), recorded()[name])
 
 
 @pytest.mark.matrix
 @every_kind
-def test_a_stream_shows_what_decoding_shows(name):
+def test_streamed_text_equals_decoded_text(name):
     tokenizer = tiny.directory_tokenizer(name)
     for text in DIFFICULT_TEXTS:
         for special in (True, False):
@@ -64,8 +64,8 @@ def test_a_stream_shows_what_decoding_shows(name):
 
 @every_kind
 @pytest.mark.parity
-def test_ids_and_text_equal_transformers_here(name):
-    ours, theirs = tiny.directory_tokenizer(name), peer(name)
+def test_ids_and_text_equal_transformers(name):
+    ours, theirs = tiny.directory_tokenizer(name), reference(name)
     differing = 0
     for text in DIFFICULT_TEXTS:
         for special in (True, False):
@@ -76,7 +76,8 @@ def test_ids_and_text_equal_transformers_here(name):
             for skip in (True, False):
                 shown = ours.decode(ids, skip_special_tokens=skip)
                 assert shown == theirs.decode(ids, skip_special_tokens=skip), text[:60]
-    # Two texts, twice: transformers' rebuilt character map works by grapheme, not by longest match.
+    # Two texts, encoded twice each: the character map that transformers rebuilds matches graphemes,
+    # not the longest prefix.
     assert differing == (4 if name in tiny.DIFFERS else 0)
 
 
@@ -85,10 +86,10 @@ def test_ids_and_text_equal_transformers_here(name):
 @pytest.mark.parity
 @settings(max_examples=60, deadline=None)
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
-def test_any_text_has_the_ids_of_transformers(name, text):
+def test_ids_of_any_text_equal_transformers(name, text):
     if name in tiny.DIFFERS:
         return
-    ids = peer(name).encode(text)
+    ids = reference(name).encode(text)
     assert tiny.directory_tokenizer(name).encode(text) == ids
 
 
@@ -97,25 +98,27 @@ def test_any_text_has_the_ids_of_transformers(name, text):
 @pytest.mark.parity
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), skip=st.booleans())
-def test_any_ids_have_the_text_of_transformers(name, data, skip):
+def test_text_of_any_ids_equals_transformers(name, data, skip):
     ours = tiny.directory_tokenizer(name)
     ids = data.draw(st.lists(st.integers(0, ours.vocab_size - 1), max_size=12))
     names = [ours.id_to_token(i) or "" for i in ids]
-    if any(name.startswith("<0x") for name in names):  # one stray byte spoils a run there
+    if any(
+        name.startswith("<0x") for name in names
+    ):  # transformers replaces a whole run with one stray byte
         return
     shown = ours.decode(ids, skip_special_tokens=skip)
-    assert shown == peer(name).decode(ids, skip_special_tokens=skip)
+    assert shown == reference(name).decode(ids, skip_special_tokens=skip)
     assert shown == tiny.streamed(ours, ids, skip=skip)
 
 
 @pytest.mark.parametrize("name", ["model_bpe", "model_unigram"])
-def test_a_model_alone_has_the_ids_and_text_of_the_sentencepiece_library(name):
+def test_model_without_tokenizer_json_equals_the_sentencepiece_library(name):
     ours = tiny.directory_tokenizer(name)
     theirs = SentencePieceProcessor(model_file=str(tiny.FOLDER / name / "tokenizer.model"))
     special = [ours.id_to_token(i) or "" for i in ours.special_token_ids]
     compared = 0
     for text in DIFFICULT_TEXTS:
-        # A special token written out is that token here, and plain text there.
+        # A special token in the text is that token for jaxinfer, but plain text for sentencepiece.
         if any(token in text for token in (*special, "<tool>")):
             continue
         ids = theirs.encode(text)
@@ -126,7 +129,7 @@ def test_a_model_alone_has_the_ids_and_text_of_the_sentencepiece_library(name):
     assert compared >= len(DIFFICULT_TEXTS) - 4
 
 
-# The same vocabularies out of GGUF files
+# The same vocabularies read from GGUF files
 
 
 @pytest.mark.parametrize(
@@ -137,10 +140,10 @@ def test_a_model_alone_has_the_ids_and_text_of_the_sentencepiece_library(name):
         ("byte_level_qwen2", "qwen2"),
     ],
 )
-def test_a_gguf_byte_level_vocabulary_has_the_ids_of_its_directory(name, pre, tmp_path):
+def test_gguf_byte_level_vocabulary_equals_its_directory(name, pre, tmp_path):
     ours = tiny.write_byte_level(tmp_path / "a.gguf", name, pre, bos_token_id=3)
     directory = tiny.directory_tokenizer(name)
-    # The format keeps no options of added tokens; those with options are in the last texts.
+    # GGUF does not store the options of added tokens, so texts that contain such tokens differ.
     options = ("<mask>", "hello", "##ing")
     for text in DIFFICULT_TEXTS:
         if name == "byte_level_gpt2" and any(token in text for token in options):
@@ -151,7 +154,7 @@ def test_a_gguf_byte_level_vocabulary_has_the_ids_of_its_directory(name, pre, tm
 
 
 @pytest.mark.parametrize("name", ["wordpiece_uncased", "wordpiece_cased"])
-def test_a_gguf_wordpiece_vocabulary_has_the_ids_of_its_directory(name, tmp_path):
+def test_gguf_wordpiece_vocabulary_equals_its_directory(name, tmp_path):
     assert_rows(tiny.write_wordpiece(tmp_path / "a.gguf", name), recorded()[name])
 
 
@@ -163,11 +166,13 @@ def test_a_gguf_wordpiece_vocabulary_has_the_ids_of_its_directory(name, tmp_path
         ("model_unigram", "t5", {}),
     ],
 )
-def test_a_gguf_sentencepiece_vocabulary_has_the_ids_of_its_model(name, kind, flags, tmp_path):
+def test_gguf_sentencepiece_vocabulary_equals_its_model(name, kind, flags, tmp_path):
     ours = tiny.write_sentencepiece(tmp_path / "a.gguf", name, kind, **flags)
     directory = tiny.directory_tokenizer(name)
     for text in DIFFICULT_TEXTS:
-        if any(token in text for token in ("<tool>", "<|im_end|>")):  # added beside the model
+        if any(
+            token in text for token in ("<tool>", "<|im_end|>")
+        ):  # added to the model's own tokens
             continue
         ids = directory.encode(text)
         assert ours.encode(text) == ids, text[:60]

@@ -1,4 +1,4 @@
-"""Tokenizers of Hugging Face directories: added tokens, BOS and EOS, chat templates."""
+"""Tokenizers of Hugging Face directories: added tokens, BOS and EOS, and chat templates."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def tokenizer_of(folder: Path, made: Backend, **config: Any) -> Tokenizer:
     return open_checkpoint(write_model(folder, made, **config)).tokenizer()
 
 
-def test_ids_and_text_equal_the_backends(tmp_path):
+def test_ids_and_text_equal_those_of_the_backend(tmp_path):
     tokenizer = tokenizer_of(tmp_path, backend(), eos_token="<|end|>")
     ids = tokenizer.encode("hello world<|end|>é")
     assert ids == backend().encode("hello world<|end|>é").ids
@@ -55,14 +55,14 @@ def test_ids_and_text_equal_the_backends(tmp_path):
     assert tokenizer.eos_token_ids == (0,)
 
 
-def test_generation_config_gives_the_eos_ids(tmp_path):
+def test_eos_ids_come_from_the_generation_config(tmp_path):
     write_model(tmp_path, backend(), eos_token="<|end|>")
     write_json(tmp_path / "generation_config.json", {"eos_token_id": [5, 0], "bos_token_id": 3})
     tokenizer = open_checkpoint(tmp_path).tokenizer()
     assert (tokenizer.eos_token_ids, tokenizer.bos_token_id) == ((5, 0), 3)
 
 
-def test_tokens_of_the_config_are_added_as_it_describes_them(tmp_path):
+def test_added_tokens_of_the_config_have_the_stated_options(tmp_path):
     listed = {
         "267": {"content": "<tool>", "special": False},
         "268": {"content": "<think>", "special": True},
@@ -84,7 +84,7 @@ def test_tokens_of_the_config_are_added_as_it_describes_them(tmp_path):
 
 
 @pytest.mark.parametrize("first", [266, 267, 300])
-def test_ids_of_added_tokens_that_are_not_those_stated_are_warned_of(first, tmp_path, caplog):
+def test_added_tokens_with_other_ids_than_stated_cause_a_warning(first, tmp_path, caplog):
     tokens = [f"<extra {i}>" for i in range(8)]
     listed = {str(first + i): {"content": token} for i, token in enumerate(tokens)}
     with caplog.at_level("WARNING"):
@@ -98,14 +98,14 @@ def test_ids_of_added_tokens_that_are_not_those_stated_are_warned_of(first, tmp_
 
 
 @pytest.mark.parametrize("key", ["added_tokens_decoder", "additional_special_tokens"])
-def test_many_added_tokens_are_added_in_little_time(key, tmp_path):
+def test_many_added_tokens_load_quickly(key, tmp_path):
     tokens = [f"<extra {i}>" for i in range(8000)]
     listed = {str(267 + i): {"content": token} for i, token in enumerate(tokens)}
     config: dict[str, Any] = {key: listed if key == "added_tokens_decoder" else tokens}
     write_model(tmp_path, backend(), **config)
     started = time.perf_counter()
     tokenizer = open_checkpoint(tmp_path).tokenizer()
-    assert time.perf_counter() - started < 4  # one by one, 15 s
+    assert time.perf_counter() - started < 4  # 15 s if they are added one by one
     assert tokenizer.encode(tokens[-1]) == [267 + 7999]
 
 
@@ -123,7 +123,7 @@ def test_many_added_tokens_are_added_in_little_time(key, tmp_path):
     ids=str,
 )
 @pytest.mark.parity
-def test_bos_and_eos_are_added_as_transformers_adds_them(with_bos, flags, tmp_path):
+def test_bos_and_eos_are_added_like_transformers(with_bos, flags, tmp_path):
     transformers = pytest.importorskip("transformers", reason="compares with transformers")
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|begin|>"}
     write_model(tmp_path, backend(with_bos=with_bos), eos_token="<|end|>", **config, **flags)
@@ -133,7 +133,7 @@ def test_bos_and_eos_are_added_as_transformers_adds_them(with_bos, flags, tmp_pa
         assert ours.encode(text) == theirs.encode(text)
 
 
-def test_the_post_processor_says_what_goes_around_a_text(tmp_path):
+def test_post_processor_determines_the_tokens_around_a_text(tmp_path):
     tokenizer = tokenizer_of(tmp_path, backend(with_bos=True), bos_token="<|begin|>")
     assert tokenizer.encode("") == [1]
     assert tokenizer.encode("", add_special_tokens=False) == []
@@ -161,14 +161,14 @@ TEMPLATES = {
         ([], "from config"),
     ],
 )
-def test_chat_templates_take_precedence_in_this_order(present, expected, tmp_path):
+def test_chat_templates_have_this_precedence(present, expected, tmp_path):
     write_model(tmp_path, backend(), chat_template="from config")
     for name in present:
         (tmp_path / name).write_text(TEMPLATES[name])
     assert open_checkpoint(tmp_path).tokenizer().apply_chat_template(MESSAGES) == expected
 
 
-def test_of_several_templates_the_default_is_used(tmp_path):
+def test_default_template_is_used_if_there_are_several(tmp_path):
     listed = [
         {"name": "tool_use", "template": "tools"},
         {"name": "default", "template": "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"},
@@ -189,21 +189,21 @@ def test_directory_without_tokenizer_opens_and_fails_only_on_use(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b'{"version": "1.0", "model": {"type": "No"}}'])
-def test_a_damaged_tokenizer_file_is_refused(content, tmp_path):
+def test_damaged_tokenizer_file_is_refused(content, tmp_path):
     write_model(tmp_path, backend())
     (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"not a valid tokenizer\.json"):
         open_checkpoint(tmp_path).tokenizer()
 
 
-def test_decoder_that_cannot_be_streamed_is_refused_and_alternatives_named(tmp_path):
+def test_decoder_that_cannot_be_streamed_is_refused_with_alternatives(tmp_path):
     made = backend()
     made.decoder = decoders.CTC()
     with pytest.raises(CheckpointError, match=r"CTC.*not supported \(byte-level"):
         tokenizer_of(tmp_path, made)
 
 
-def test_an_absurd_token_id_is_refused_before_a_table_is_made(tmp_path):
+def test_huge_token_id_is_refused_before_the_table_is_allocated(tmp_path):
     write_model(tmp_path, backend())
     model = {"type": "WordLevel", "vocab": {"a": 0, "b": 4_000_000_000}, "unk_token": "a"}
     write_json(tmp_path / "tokenizer.json", {"version": "1.0", "added_tokens": [], "model": model})
@@ -218,6 +218,6 @@ def test_an_absurd_token_id_is_refused_before_a_table_is_made(tmp_path):
         ({"added_tokens_decoder": {"x": {"content": "y"}}}, "added_tokens_decoder"),
     ],
 )
-def test_a_damaged_tokenizer_config_is_refused(config, message, tmp_path):
+def test_damaged_tokenizer_config_is_refused(config, message, tmp_path):
     with pytest.raises(CheckpointError, match=message):
         tokenizer_of(tmp_path, backend(), **config)

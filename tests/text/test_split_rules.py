@@ -1,4 +1,4 @@
-"""The rules by which text is split before byte-level merges, each against its models' own."""
+"""The rules that split text before byte-level merges equal those of the models that use them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SPLITS = {
 
 
 @pytest.mark.parametrize("name", SPLITS)
-def test_each_rule_splits_text_as_its_models_do(name):
+def test_rule_splits_text_like_its_models(name):
     text = "I'm 12345 A'M  x!!\n\ny"
     assert rule_pieces(name, text) == SPLITS[name]
 
@@ -45,7 +45,7 @@ def test_each_rule_splits_text_as_its_models_do(name):
 @pytest.mark.parametrize("name", SPLIT_RULES)
 @settings(max_examples=20, deadline=None)
 @given(text=UNICODE)
-def test_no_rule_loses_text(name, text):
+def test_rule_preserves_all_text(name, text):
     assert decoders.ByteLevel().decode(rule_pieces(name, text)) == text
 
 
@@ -54,7 +54,7 @@ def sequence(*steps: pre_tokenizers.PreTokenizer) -> pre_tokenizers.PreTokenizer
 
 
 GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
-# The steps of published tokenizer.json files that are written otherwise than the rules.
+# Steps of published tokenizer.json files that are written differently from the rules.
 PUBLISHED = {
     "gpt-2": GPT2,
     "olmo": GPT2,
@@ -69,7 +69,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_rule_splits_as_the_steps_that_are_published(name):
+def test_rule_splits_text_like_the_published_steps(name):
     for text in DIFFICULT_TEXTS:
         assert rule_pieces(name, text) == pieces(PUBLISHED[name], text), text[:40]
 
@@ -84,12 +84,12 @@ def test_a_rule_splits_as_the_steps_that_are_published(name):
         ("deepseek-r1-qwen", "kormo megrez"),
     ],
 )
-def test_names_of_one_rule_share_it(rule, names):
+def test_names_share_one_rule(rule, names):
     assert {SPLIT_RULES[name] for name in names.split()} == {SPLIT_RULES[rule]}
 
 
 @pytest.mark.parity
-def test_rules_split_as_those_that_transformers_has_for_these_names():
+def test_rules_split_text_like_those_of_transformers():
     reason = "compares with the rules of transformers"
     pytest.importorskip("torch", reason=reason)
     module = "transformers.integrations.gguf.gguf_tokenizer_mapping"
@@ -124,11 +124,11 @@ DIGESTS = {
 }
 
 
-def test_every_distinct_rule_is_recorded():
+def test_records_cover_every_distinct_rule():
     first_of = {rule.patterns: name for name, rule in reversed(SPLIT_RULES.items())}
     assert set(DIGESTS) == set(first_of.values())
 
 
 @pytest.mark.parametrize("name", DIGESTS)
-def test_a_rule_splits_difficult_texts_as_recorded(name):
+def test_rule_splits_difficult_texts_as_recorded(name):
     assert tiny.digest([rule_pieces(name, text) for text in DIFFICULT_TEXTS]) == DIGESTS[name]

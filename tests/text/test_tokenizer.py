@@ -1,4 +1,4 @@
-"""Tokenizers: ids equal the reference's, text comes back, damaged vocabularies are refused."""
+"""Ids equal those of the reference, decoding restores the text, and invalid input is refused."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ DIFFICULT_TEXTS = (
     "",
     " ",
 )
-# Runs of spaces before a digit: the rule splits the digit off first, so the spaces stay together.
-# transformers reads GGUF vocabularies without that rule, so these are compared with the rule added.
+# Runs of spaces before a digit. The rule splits off the digit first, so the spaces stay together.
+# transformers reads GGUF vocabularies without that rule, so the rule is added for the comparison.
 SPACED_DIGITS = (
     "a  1",
     "12   345\n\n7  8",
@@ -49,7 +49,7 @@ def pieces(tokenizer: Tokenizer, text: str) -> list[str | None]:
     return [tokenizer.id_to_token(i) for i in tokenizer.encode(text)]
 
 
-# SmolLM2's tokenizer from the demo file
+# The tokenizer of SmolLM2, from the demo file
 
 
 def assert_same_ids_and_text(theirs: Any, texts: tuple[str, ...]) -> None:
@@ -76,19 +76,19 @@ def test_smollm2_ids_equal_those_of_transformers():
     assert_same_ids_and_text(theirs, DIFFICULT_TEXTS + SPACED_DIGITS)
 
 
-def test_smollm2_splits_every_digit_off():
+def test_smollm2_splits_off_every_digit():
     tokenizer = files.demo_tokenizer()
     assert pieces(tokenizer, "in 12345") == ["in", "Ġ", "1", "2", "3", "4", "5"]
     assert pieces(tokenizer, "a  1") == ["a", "ĠĠ", "1"]
 
 
-def test_smollm2_text_comes_back_where_the_vocabulary_has_its_bytes():
+def test_smollm2_decoding_restores_text_whose_bytes_are_in_the_vocabulary():
     tokenizer = files.demo_tokenizer()
     for text in DIFFICULT_TEXTS[:-3]:
         assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == text
 
 
-def test_smollm2_special_tokens_are_one_id_each_and_skipped_in_text():
+def test_smollm2_special_tokens_have_one_id_and_are_skipped_in_text():
     tokenizer = files.demo_tokenizer()
     assert tokenizer.encode("<|im_start|>") == [1]
     assert tokenizer.encode("a<|im_end|>b")[1] == 2
@@ -99,7 +99,7 @@ def test_smollm2_special_tokens_are_one_id_each_and_skipped_in_text():
     assert tokenizer.vocab_size == 49152
 
 
-def test_smollm2_chat_ids_are_those_of_the_templated_prompt():
+def test_smollm2_chat_ids_equal_those_of_the_rendered_prompt():
     tokenizer = files.demo_tokenizer()
     ids = tokenizer.encode_chat([{"role": "user", "content": "Hi"}])
     assert ids[0] == 1
@@ -110,7 +110,7 @@ def test_smollm2_chat_ids_are_those_of_the_templated_prompt():
 
 @settings(max_examples=200, deadline=None)
 @given(ids=st.lists(st.integers(0, 49151), max_size=30), skip=st.booleans())
-def test_decoding_bytes_equals_the_librarys_decoder_on_any_ids(ids, skip):
+def test_byte_level_decoding_equals_the_library_for_any_ids(ids, skip):
     tokenizer = files.demo_tokenizer()
     theirs = tokenizer._backend
     assert isinstance(theirs, Backend)
@@ -135,12 +135,12 @@ def test_merges_apply_in_order_and_added_tokens_stay_whole(byte_tokenizer):
 
 @settings(max_examples=200, deadline=None)
 @given(text=UNICODE)
-def test_any_text_comes_back_through_a_full_byte_alphabet(text, byte_tokenizer):
+def test_byte_level_decoding_restores_any_text(text, byte_tokenizer):
     ids = byte_tokenizer.encode(text)
     assert byte_tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
-def test_user_defined_tokens_are_shown_and_control_tokens_are_not(byte_tokenizer):
+def test_user_defined_tokens_are_in_the_text_and_control_tokens_are_not(byte_tokenizer):
     ids = byte_tokenizer.encode("<|begin|>a<|tool é|><|end|>")
     assert byte_tokenizer.decode(ids) == "a<|tool é|>"
 
@@ -153,14 +153,14 @@ def test_ids_and_tokens_map_both_ways(byte_tokenizer):
     assert byte_tokenizer.id_to_token(-1) is None
 
 
-def test_ids_beyond_the_vocabulary_are_empty_and_negative_ones_an_error(byte_tokenizer):
+def test_ids_beyond_the_vocabulary_are_empty_and_negative_ids_are_refused(byte_tokenizer):
     size = byte_tokenizer.vocab_size
     assert byte_tokenizer.decode([size, size + 100]) == ""
     with pytest.raises(ValueError, match=f"-1 is negative; ids are 0 to {size - 1}"):
         byte_tokenizer.decode([-1])
 
 
-def test_a_lone_surrogate_is_refused_by_position(byte_tokenizer):
+def test_lone_surrogate_is_refused_with_its_position(byte_tokenizer):
     with pytest.raises(ValueError, match=r"surrogate '.ud800' at character 2"):
         byte_tokenizer.encode("ab\ud800")
 
@@ -174,7 +174,7 @@ def test_a_lone_surrogate_is_refused_by_position(byte_tokenizer):
         ({"pre": "llama-bpe"}, ["<|begin|>"]),
         ({"pre": "llama-bpe", "add_bos_token": False}, []),
         ({"pre": "midm-2.0"}, ["<|begin|>"]),
-        # As converters write RoBERTa's: the separator is one of pairs, the end is there once.
+        # RoBERTa as converters write it: the separator is for pairs, so the end is added only once.
         (
             {
                 "pre": "roberta-bpe",
@@ -185,7 +185,7 @@ def test_a_lone_surrogate_is_refused_by_position(byte_tokenizer):
         ),
     ],
 )
-def test_bos_and_eos_are_added_as_the_file_or_its_kind_says(flags, expected, tmp_path):
+def test_bos_and_eos_follow_the_file_or_its_pre_tokenizer(flags, expected, tmp_path):
     tokenizer = files.small_tokenizer(tmp_path, "byte", **flags)
     assert pieces(tokenizer, "") == expected
     assert tokenizer.encode("", add_special_tokens=False) == []
@@ -193,7 +193,7 @@ def test_bos_and_eos_are_added_as_the_file_or_its_kind_says(flags, expected, tmp
     assert [piece for piece in with_text if piece != "he"] == expected
 
 
-def test_a_word_that_is_a_token_wins_over_merges_where_the_rule_says_so(tmp_path):
+def test_word_in_the_vocabulary_skips_merges_if_the_rule_says_so(tmp_path):
     tokens = ("h", "e", "y", "he", "ey", "hey")
     for pre, expected in (("llama-bpe", ["hey"]), ("gpt-2", ["he", "y"])):
         writer = files.new_writer(tmp_path / "a.gguf")
@@ -203,7 +203,7 @@ def test_a_word_that_is_a_token_wins_over_merges_where_the_rule_says_so(tmp_path
         assert pieces(open_checkpoint(tmp_path / "a.gguf").tokenizer(), "hey") == expected
 
 
-def test_qwen2_text_is_composed_first(tmp_path):
+def test_qwen2_text_is_normalized_to_nfc(tmp_path):
     tokenizer = files.small_tokenizer(tmp_path, "byte", pre="qwen2")
     assert tokenizer.decode(tokenizer.encode("A\u030a")) == "\u00c5"
 
@@ -217,7 +217,7 @@ def piece_tokenizer(tmp_path_factory) -> Tokenizer:
 
 
 def reference_pieces(text: str) -> list[str]:
-    """SentencePiece's rule, step by step: join the adjacent pair whose whole scores best."""
+    """Apply the SentencePiece rule in steps: join the adjacent pair with the best joint score."""
     scores = dict(zip(files.PIECES, files.PIECE_SCORES[259:-1], strict=True))
     symbols = list(text.replace(" ", "▁"))
     while True:
@@ -239,30 +239,30 @@ def reference_pieces(text: str) -> list[str]:
 
 @settings(max_examples=300, deadline=None)
 @given(text=st.text("helowrdé世 🦙", min_size=1, max_size=30))
-def test_pieces_join_by_score_as_sentencepiece_joins_them(text, piece_tokenizer):
+def test_pieces_join_by_score_like_sentencepiece(text, piece_tokenizer):
     assert pieces(piece_tokenizer, text)[1:] == reference_pieces(" " + text)
 
 
 def is_plain(text: str) -> bool:
-    """It names no special token, which is read as one; "▁" is a space."""
+    """Return whether `text` contains neither a special token nor "▁", which stands for a space."""
     return not any(special in text for special in ("▁", "<s>", "</s>", "<unk>", "<tool>"))
 
 
 @settings(max_examples=200, deadline=None)
 @example(text="<0x41> < s>")
 @given(text=UNICODE.filter(is_plain))
-def test_any_text_comes_back_through_pieces_and_byte_fallback(text, piece_tokenizer):
+def test_sentencepiece_decoding_restores_any_text(text, piece_tokenizer):
     assert piece_tokenizer.decode(piece_tokenizer.encode(text)) == text
 
 
-def test_bos_is_added_and_a_space_goes_before_each_text(piece_tokenizer):
+def test_bos_and_a_space_precede_each_text(piece_tokenizer):
     assert pieces(piece_tokenizer, "hello world") == ["<s>", "▁hello", "▁world"]
     assert pieces(piece_tokenizer, "</s>hello<tool>hello") == [
         *("<s>", "</s>", "▁hello", "<tool>", "▁hello")
     ]
 
 
-def test_without_space_prefix_nothing_is_added_or_stripped(tmp_path):
+def test_no_space_is_added_or_stripped_without_space_prefix(tmp_path):
     tokenizer = files.small_tokenizer(tmp_path, "piece", add_space_prefix=False)
     assert pieces(tokenizer, "hello") == ["<s>", "hello"]
     assert tokenizer.decode(tokenizer.encode(" hello")) == " hello"
@@ -276,9 +276,7 @@ VALID_PIECE = st.one_of(
 
 @settings(max_examples=200, deadline=None)
 @given(parts=st.lists(VALID_PIECE, max_size=15), skip=st.booleans())
-def test_decoding_pieces_equals_the_librarys_decoder_where_bytes_are_valid(
-    parts, skip, piece_tokenizer
-):
+def test_sentencepiece_decoding_equals_the_library_for_valid_bytes(parts, skip, piece_tokenizer):
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     theirs = Backend(models.WordLevel({token: i for i, token in enumerate(files.PIECE_TOKENS)}))
     theirs.add_special_tokens(list(files.PIECE_TOKENS[:3]))
@@ -289,11 +287,11 @@ def test_decoding_pieces_equals_the_librarys_decoder_where_bytes_are_valid(
     )
 
 
-def test_only_the_stray_bytes_of_a_run_are_replaced(piece_tokenizer):
+def test_only_the_invalid_bytes_of_a_run_are_replaced(piece_tokenizer):
     run = [3 + byte for byte in "世".encode()] + [3 + 0xE4, 3 + 0xB8]
     assert piece_tokenizer.decode(run) == "世\ufffd"
 
 
-def test_a_base_model_refuses_messages(piece_tokenizer):
+def test_base_model_without_a_template_refuses_messages(piece_tokenizer):
     with pytest.raises(ValueError, match="no chat template"):
         piece_tokenizer.encode_chat([{"role": "user", "content": "hi"}])

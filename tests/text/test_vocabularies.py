@@ -1,4 +1,4 @@
-"""Vocabularies: damaged ones are refused by name, decoders followed exactly or refused."""
+"""Vocabularies of GGUF files and decoders of tokenizer.json: exact results or clear errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support import gguf_files as files
 
 
 def write_vocabulary(path: Path, change: str) -> Path:
-    """A file whose vocabulary has one fault."""
+    """Write a GGUF file whose vocabulary has one fault."""
     writer = files.new_writer(path)
     tokens, types = ["a", "b", "ab", "</s>"], [1, 1, 1, TokenType.CONTROL]
     model, pre, merges, scores = "gpt2", "gpt-2", ["a b"], None
@@ -83,7 +83,7 @@ def write_vocabulary(path: Path, change: str) -> Path:
         ("no words", ["'bert' vocabulary needs an unknown_token_id"]),
     ],
 )
-def test_a_damaged_vocabulary_is_refused_by_name(change, messages, tmp_path):
+def test_damaged_vocabulary_is_refused_with_its_fault(change, messages, tmp_path):
     with pytest.raises(CheckpointError) as caught:
         open_checkpoint(write_vocabulary(tmp_path / "a.gguf", change)).tokenizer()
     for message in messages:
@@ -91,7 +91,7 @@ def test_a_damaged_vocabulary_is_refused_by_name(change, messages, tmp_path):
 
 
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
-def test_a_token_of_undefined_type_is_an_ordinary_one(model, tmp_path):
+def test_token_of_undefined_type_is_a_normal_token(model, tmp_path):
     writer = files.new_writer(tmp_path / "a.gguf")
     tokens = ["<unk>", "<s>", "</s>", "a", "b", "ab"]
     types = [TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL, 0, 0, 0]
@@ -123,7 +123,7 @@ def test_a_token_of_undefined_type_is_an_ordinary_one(model, tmp_path):
         ("<|return|>", ["<|end|>"], ["<|return|>", "<|end|>"]),
     ],
 )
-def test_tokens_end_an_answer_by_their_text_too(named, others, ends, tmp_path):
+def test_end_of_text_tokens_include_those_known_by_their_text(named, others, ends, tmp_path):
     writer = files.new_writer(tmp_path / "a.gguf")
     tokens = ["a", "b", "ab", named, *others]
     types = [*[TokenType.NORMAL] * 3, TokenType.CONTROL, *[TokenType.NORMAL] * len(others)]
@@ -141,7 +141,7 @@ def test_tokens_end_an_answer_by_their_text_too(named, others, ends, tmp_path):
         assert tokenizer.encode(f"a{end}") == [0, tokenizer.token_to_id(end)]
 
 
-def test_a_file_without_a_vocabulary_opens_but_has_no_tokenizer(tmp_path):
+def test_file_without_a_vocabulary_opens_but_has_no_tokenizer(tmp_path):
     files.finish(files.new_writer(tmp_path / "a.gguf"))
     checkpoint = open_checkpoint(tmp_path / "a.gguf")
     with pytest.raises(CheckpointError, match="has no tokenizer"):
@@ -171,19 +171,19 @@ BACKEND = Backend(models.WordLevel({word: i for i, word in enumerate(WORDS)}, un
     ],
     ids=str,
 )
-def test_every_supported_decoder_decodes_as_the_library_does(decoder):
+def test_supported_decoders_equal_the_library(decoder):
     BACKEND.decoder = decoder
     table = token_table(BACKEND, token_decoding(BACKEND.decoder), 100)
     ours = Tokenizer(BACKEND, table.data, first_bytes=table.first)
     cases = [list(ids) for length in (1, 2, 3) for ids in product(range(14), repeat=length)]
     for ids in cases:
-        # A text that begins with tokens of no bytes (an empty word, a bare prefix) is no text.
+        # Skip texts that begin with a token without bytes (an empty word or a bare prefix).
         if table.data[ids[0]]:
             assert ours.decode(ids) == BACKEND.decode(ids), (ids, decoder)
     assert ours.decode([]) == BACKEND.decode([])
 
 
 @pytest.mark.parametrize("decoder", [decoders.CTC(), decoders.BPEDecoder()])
-def test_decoders_that_look_at_neighbours_are_refused(decoder):
+def test_decoders_that_depend_on_neighbouring_tokens_are_refused(decoder):
     with pytest.raises(UnsupportedDecoderError, match="not supported"):
         token_decoding(decoder)
