@@ -29,7 +29,7 @@ ENGINE_SURFACE = {
     "jaxinfer",
     "jaxinfer.config",
     "jaxinfer.embedding.embedder",
-    "jaxinfer.engine.engine",
+    "jaxinfer.engine.outputs",
     "jaxinfer.execution.host_tuning",
     "jaxinfer.parallel.hosts",
     "jaxinfer.llm",
