@@ -1,6 +1,6 @@
-"""Run by tests/parallel/test_expert_parallel.py: what eight CPU devices find, printed as JSON.
+"""Compute experts on eight CPU devices and print the results as JSON.
 
-python tests/support/expert_parallel_child.py
+Used by tests/parallel/test_expert_parallel.py: `python tests/support/expert_parallel_child.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -22,8 +21,9 @@ from jax.sharding import PartitionSpec
 
 jax.config.update("jax_num_cpu_devices", 8)
 
-from jaxinfer.execution import compilation_cache  # noqa: E402  (no device may be touched before)
+from jaxinfer.execution import compilation_cache  # noqa: E402  (devices are configured first)
 from jaxinfer.kernels.quantized_matmul import quantize  # noqa: E402
+from jaxinfer.models.family import Family  # noqa: E402
 from jaxinfer.models.functional import FunctionalModel  # noqa: E402
 from jaxinfer.nn.experts import ClampedSwiGLU, Experts, ExpertsConfig, RouterConfig  # noqa: E402
 from jaxinfer.nn.layers import Numerics  # noqa: E402
@@ -54,7 +54,7 @@ MODELS = {
         RouterConfig(E, 2, renormalize=True, has_bias=True), F, ClampedSwiGLU(1.702, 1.5), bias=True
     ),
 }
-# And how many tokens: 1 and 5 are no multiple of `expert`.
+# Each mesh with its number of tokens; 1 and 5 are not multiples of `expert`.
 MESHES = {
     "expert=8": ({"expert": 8}, 1),
     "expert=4 tensor=2": (BOTH, 5),
@@ -66,7 +66,13 @@ REPLICATED, STACKED = PartitionSpec(), PartitionSpec(STEP_AXES)
 
 
 def functional(config: ExpertsConfig, numerics: Numerics) -> FunctionalModel:
-    family: Any = SimpleNamespace(build=lambda config, numerics: Experts(D, config, numerics))
+    family = Family(
+        name="experts",
+        models="",
+        build=lambda config, numerics: Experts(D, config, numerics),
+        config_from_hf=lambda *_: config,
+        hf_weights=lambda _: {},
+    )
     return FunctionalModel(family, config, numerics)
 
 
@@ -76,13 +82,13 @@ def random_weights(config: ExpertsConfig) -> list[np.ndarray]:
     return [rng.normal(0, 0.5, spec.shape).astype(spec.dtype) for spec in specs]
 
 
-def sent(is_sent: bool) -> Any:
-    """The form of the layers traced inside."""
-    return mock.patch("jaxinfer.nn.experts.should_dispatch", lambda *_: is_sent)
+def dispatching(is_on: bool) -> Any:
+    """Make layers that are traced in this context dispatch, or else select."""
+    return mock.patch("jaxinfer.nn.experts.should_dispatch", lambda *_: is_on)
 
 
 def on_each(sizes: dict[str, int], function: Callable[..., Any], in_specs: Any, *args: Any) -> Any:
-    """`function` compiled for a mesh, its results one device's behind another's; and its text."""
+    """Run `function` on a mesh; return the concatenated results and the compiled text."""
     [mesh] = device_groups(sizes)
     mapped = jax.shard_map(
         function, mesh=mesh, in_specs=in_specs, out_specs=STACKED, check_vma=False
@@ -92,7 +98,7 @@ def on_each(sizes: dict[str, int], function: Callable[..., Any], in_specs: Any, 
 
 
 class Layers:
-    """Layers of experts, as one device computes them and as a mesh does."""
+    """Layers of experts that can be computed on one device and on a mesh."""
 
     def __init__(
         self,
@@ -112,14 +118,14 @@ class Layers:
         ]
 
     def on_one(self, xs: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
-        """Of each layer, for each x."""
+        """Return the output of each layer for each x."""
         run = jax.jit(lambda weights, xs: self._called(self.numerics, weights, xs))
         return jax.tree.map(np.asarray, run(self.weights, xs))
 
     def on_mesh(
         self, sizes: dict[str, int], xs: Sequence[np.ndarray], **options: Any
     ) -> tuple[list[list[np.ndarray]], Counter[str]]:
-        """The same of every device, [8, T, D]; and the collectives of the program."""
+        """Return the outputs of all devices, [8, T, D], and the collectives of the program."""
         layout = Layout.of(sizes, **options)
         numerics = dataclasses.replace(self.numerics, layout=layout)
         specs = [
@@ -140,8 +146,7 @@ class Layers:
 
 
 def compared(expected: Any, found: Any) -> dict[str, Any]:
-    """The largest distance from one device's, by the length of what it is from, of all devices;
-    and whether all have the same bits."""
+    """Return the largest relative error of any device, and whether all have the same bits."""
     pairs = list(zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True))
     away = [np.linalg.norm(x - y, axis=-1) / np.linalg.norm(x, axis=-1) for x, y in pairs]
     return {
@@ -155,12 +160,12 @@ def tokens(T: int) -> np.ndarray:
 
 
 def models() -> dict[str, Any]:
-    """Every model, mesh and form against one device."""
+    """Compare every model, mesh and form with one device."""
     layers, x = Layers(list(MODELS.values())), tokens(16)
     expected, found = [out for [out] in layers.on_one([x])], {}
     for mesh, (sizes, T) in MESHES.items():
-        for form in ("kept", "sent") if "expert" in sizes else ("kept",):
-            with sent(form == "sent"):
+        for form in ("select", "dispatch") if "expert" in sizes else ("select",):
+            with dispatching(form == "dispatch"):
                 results, _ = layers.on_mesh(sizes, [x[:T]])
             of_models = zip(MODELS, expected, results, strict=True)
             found[f"{mesh} {form}"] = {
@@ -170,46 +175,46 @@ def models() -> dict[str, Any]:
 
 
 def shared() -> dict[str, Any]:
-    """The collectives of one layer's program, with shared experts."""
+    """Count the collectives of one layer with shared experts."""
     layers, found = Layers([MODELS["qwen"]]), {}
-    for form in ("kept", "sent"):
-        with sent(form == "sent"):
+    for form in ("select", "dispatch"):
+        with dispatching(form == "dispatch"):
             _, found[form] = layers.on_mesh(BOTH, [tokens(5)])
     return found
 
 
 def quantized() -> dict[str, Any]:
-    """Eight bits, groups of 4 rows, so that hidden units split too."""
+    """Compare experts quantized to 8 bits, in groups of 4 rows so that hidden units can shard."""
     packs = ("gate", "up", "down")
     packed = lambda path, weight: quantize(weight, 8, 4) if path in packs else weight
     layers, xs, found = Layers([MODELS["mixtral"]], packed=packed), [tokens(5)], {}
     expected = layers.on_one(xs)
-    for form in ("kept", "sent"):
-        with sent(form == "sent"):
+    for form in ("select", "dispatch"):
+        with dispatching(form == "dispatch"):
             out, collectives = layers.on_mesh(BOTH, xs)
         found[form] = compared(expected, out) | {"collectives": collectives}
     return found
 
 
-def invariant() -> dict[str, Any]:
-    """In tiles, a token's bits are its own, whatever order it comes in."""
+def batch_invariant() -> dict[str, Any]:
+    """Check that the batch-invariant mode gives a token the same bits in any order of tokens."""
     layers = Layers([MODELS["gpt-oss"]], Numerics(batch_invariant=True))
     x, found = tokens(20), {}
     order = np.random.default_rng(5).permutation(20)
     [[expected]] = layers.on_one([x])
-    for form in ("kept", "sent"):
-        with sent(form == "sent"):
-            [[plain, turned]], collectives = layers.on_mesh(BOTH, [x, x[order]])
+    for form in ("select", "dispatch"):
+        with dispatching(form == "dispatch"):
+            [[plain, permuted]], collectives = layers.on_mesh(BOTH, [x, x[order]])
         found[form] = compared(expected, plain) | {"all-reduces": collectives["all-reduce"]}
-        found[form]["own"] = bool((plain[:, order] == turned).all())
+        found[form]["is_independent"] = bool((plain[:, order] == permuted).all())
     return found
 
 
 def compressed() -> dict[str, Any]:
     layers, xs, found = Layers([MODELS["mixtral"]]), [tokens(5)], {}
     expected = layers.on_one(xs)
-    for form in ("kept", "sent"):
-        with sent(form == "sent"):
+    for form in ("select", "dispatch"):
+        with dispatching(form == "dispatch"):
             found[form] = compared(expected, layers.on_mesh(BOTH, xs, all_reduce="int8")[0])
     return found
 
@@ -217,33 +222,36 @@ def compressed() -> dict[str, Any]:
 def ragged_by_gathering(
     operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name
 ):
-    """`lax.ragged_all_to_all` by its contract, for a platform without it: every device sees all."""
-    see = lambda x: lax.all_gather(x, axis_name)
-    rows, at, to, sizes = map(see, (operand, input_offsets, output_offsets, send_sizes))
-    me, place = lax.axis_index(axis_name), jnp.arange(len(output))
+    """Implement the contract of `lax.ragged_all_to_all` by all-gather, for CPUs, which lack it."""
+    gather = lambda x: lax.all_gather(x, axis_name)
+    rows, at, to, sizes = map(gather, (operand, input_offsets, output_offsets, send_sizes))
+    rank, place = lax.axis_index(axis_name), jnp.arange(len(output))
     for i in range(len(rows)):
-        within = place - to[i, me]
-        is_of_i = (within >= 0) & (within < sizes[i, me])
-        # One that was told a wrong number of rows to come gets none.
-        is_of_i &= sizes[i, me] == recv_sizes[i]
-        output = jnp.where(is_of_i[:, None], rows[i][at[i, me] + within], output)
+        within = place - to[i, rank]
+        is_from_i = (within >= 0) & (within < sizes[i, rank])
+        # A device that expects a wrong number of rows receives none, so the error is visible.
+        is_from_i &= sizes[i, rank] == recv_sizes[i]
+        output = jnp.where(is_from_i[:, None], rows[i][at[i, rank] + within], output)
     return output
 
 
 def routings(e: int, T: int, k: int) -> dict[str, np.ndarray]:
-    """Experts [e, T, k], distinct for each token; all even, all on one device as far as they go,
-    some devices without rows, devices unlike each other."""
+    """Return experts [e, T, k], distinct for each token.
+
+    The cases are random experts, as many as possible on one device, some devices without rows, and
+    different experts for each device.
+    """
     rng = np.random.default_rng(6)
     drawn = np.stack([rng.permutation(E)[:k] for _ in range(e * T)]).reshape(e, T, k)
-    one = np.broadcast_to([5, 4, 11], (e, T, k))  # of two experts a device, 4 and 5 are one's
+    one = np.broadcast_to([5, 4, 11], (e, T, k))  # a device has two experts; 4 and 5 share one
     few = np.stack([rng.permutation(4)[:k] for _ in range(e * T)]).reshape(e, T, k)
-    own = (2 * np.arange(e)[:, None, None] + np.arange(k)) % E + np.zeros((e, T, k), int)
-    cases = {"drawn": drawn, "one": one, "few": few, "own": own}
+    unequal = (2 * np.arange(e)[:, None, None] + np.arange(k)) % E + np.zeros((e, T, k), int)
+    cases = {"random": drawn, "one device": one, "few devices": few, "unequal": unequal}
     return {name: np.ascontiguousarray(x.astype(np.int32)) for name, x in cases.items()}
 
 
-def journeys() -> dict[str, Any]:
-    """`dispatch` and `combine` alone, padded and ragged: rows are (token's number, expert's)."""
+def dispatch_and_combine() -> dict[str, Any]:
+    """Test `dispatch` and `combine` alone, padded and ragged; a row is (token, expert)."""
     e, T, k = 8, 6, 3
     x = np.arange(1, e * T + 1, dtype=np.float32)[:, None]
 
@@ -271,18 +279,18 @@ def journeys() -> dict[str, Any]:
 
 def arrivals(x: np.ndarray, experts: np.ndarray, out: Any) -> dict[str, bool]:
     arrived, sizes, back = map(np.asarray, out)
-    wanted = [sorted(x[(experts == i).any(axis=1), 0].tolist()) for i in range(E)]
+    expected = [sorted(x[(experts == i).any(axis=1), 0].tolist()) for i in range(E)]
     got: list[list[float]] = []
     for device, own in enumerate(sizes.reshape(8, -1)):
         starts = np.cumsum(own)[:-1]
         got += [sorted(p[:, 0].tolist()) for p in np.split(arrived[device][: own.sum()], starts)]
     place = np.stack([np.broadcast_to(x, experts.shape), experts], axis=-1)
-    return {"once": got == wanted, "back": bool((back == place).all())}
+    return {"once": got == expected, "back": bool((back == place).all())}
 
 
 if __name__ == "__main__":
     compilation_cache.enable()
-    findings: dict[str, Any] = {"invariant": invariant()}  # of the program as it is served
-    jax.config.update("jax_disable_most_optimizations", True)  # a third of the compile time
-    checks = (models, shared, quantized, compressed, journeys)
+    findings: dict[str, Any] = {"batch_invariant": batch_invariant()}  # optimized as in serving
+    jax.config.update("jax_disable_most_optimizations", True)  # compiles in a third of the time
+    checks = (models, shared, quantized, compressed, dispatch_and_combine)
     print(json.dumps(findings | {check.__name__: check() for check in checks}))
