@@ -119,8 +119,8 @@ def test_stop_tokens_and_eos_end_a_request_unless_forbidden(model_and_weights, g
     assert requests[0].finish_reason == "stop"
     assert tokens(model_and_weights, {}, eos=[third]) == greedy[:at]
     assert tokens(model_and_weights, {"ignore_eos": True}, eos=[third]) == greedy
-    held = tokens(model_and_weights, {"min_tokens": 6, "stop_token_ids": [third]})
-    assert len(held) >= 6 and third not in held[:5]
+    late = tokens(model_and_weights, {"min_tokens": 6, "stop_token_ids": [third]})
+    assert len(late) >= 6 and third not in late[:5]
 
 
 def test_logprobs_equal_those_of_the_raw_logits(model_and_weights, greedy):

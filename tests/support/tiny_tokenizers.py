@@ -145,7 +145,7 @@ def write_byte_level(path: Path, name: str, pre: str, **extra: Any) -> Tokenizer
 
 
 def write_wordpiece(path: Path, name: str, **extra: Any) -> Tokenizer:
-    """The WordPiece tokenizer of directory `name`; words begin with U+2581, `##` is dropped."""
+    """Write the WordPiece tokenizer of directory `name`, with U+2581 before words and no `##`."""
     stored = json.loads((FOLDER / name / "tokenizer.json").read_text("utf-8"))
     ids = stored["model"]["vocab"]
     special = {token["id"] for token in stored["added_tokens"]}
@@ -165,7 +165,7 @@ def write_wordpiece(path: Path, name: str, **extra: Any) -> Tokenizer:
 
 
 def write_sentencepiece(path: Path, name: str, kind: str, **extra: Any) -> Tokenizer:
-    """The SentencePiece model of directory `name` as a "llama" or a "t5" vocabulary."""
+    """Write the SentencePiece model of directory `name` as a "llama" or a "t5" vocabulary."""
     model = read_model((FOLDER / name / "tokenizer.model").read_bytes())
     spec, trainer = model.normalizer_spec, model.trainer_spec
     writer = files.new_writer(path)
