@@ -1,4 +1,4 @@
-"""Pages that are split by their cells: attention over the parts, merged, is that over the whole."""
+"""Pages that are split by offset: merged attention over the parts equals that over whole pages."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ from tests.support.triton_bench import needs_triton
 pytestmark = pytest.mark.conformance
 
 MIXED = [(1, 33), (1, 1), (7, 40), (0, 0), (1, 16), (20, 20), (1, 100), (3, 17)]
-LIMITS = np.array([32, 0, 33, 0, 15, 0, 64, 14], np.int32)  # cached before the step, and fewer
+# At most the number of tokens that are cached before the step.
+LIMITS = np.array([32, 0, 33, 0, 15, 0, 64, 14], np.int32)
 SLOPES = np.array([0.5, 0.25, 0.125, 0.0625], np.float32)
 SCALE = 0.25
 PLAIN = AttentionVariant(SCALE)
@@ -49,24 +50,24 @@ VARIANTS: dict[str, dict[str, Any]] = {
 @partial(
     jax.jit,
     static_argnames=("count", "backend"),
-    compiler_options={"xla_backend_optimization_level": 0},  # in haste: each runs once
+    compiler_options={"xla_backend_optimization_level": 0},  # each program runs only once
 )
 def _merged(q, rows, pages, variant, *, count, backend):
-    """Over each part of the pages in turn."""
+    """Compute attention over each part of the pages, and merge the results."""
     B = pages.k.shape[2] // count
     shape = (1, *q.shape[:2])
     value_dim = variant.value_dim or q.shape[2]
-    nothing = jnp.zeros((*shape, value_dim)), jnp.full(shape, -jnp.inf)
+    empty = jnp.zeros((*shape, value_dim)), jnp.full(shape, -jnp.inf)
 
-    def turn(index, answer):
+    def body(index, total):
         cut = lambda x: jax.lax.dynamic_slice_in_dim(x, index * B, B, 2)
         found: Any = paged_attention(
             q, rows, jax.tree.map(cut, pages), variant,
             part=PagePart(index, count), return_lse=True, backend=backend,
         )  # fmt: skip
-        return merge(answer[0], answer[1], found[0][None].astype(jnp.float32), found[1][None])
+        return merge(total[0], total[1], found[0][None].astype(jnp.float32), found[1][None])
 
-    out, lse = jax.lax.fori_loop(0, count, turn, nothing)
+    out, lse = jax.lax.fori_loop(0, count, body, empty)
     return out[0], lse[0]
 
 
@@ -74,9 +75,9 @@ def check(case: Case, count: int, backend: str, **variant: Any) -> None:
     q, rows, pages = case.arrays()
     limit = variant.get("key_limit")
     rows = rows._replace(key_limit=None if limit is None else jnp.asarray(limit))
-    of_score = variant_of({"scale": SCALE, **variant})
+    traced = variant_of({"scale": SCALE, **variant})
     with mock.patch.dict(BACKENDS, EMULATED):
-        found = _merged(q, rows, pages, of_score, count=count, backend=backend)
+        found = _merged(q, rows, pages, traced, count=count, backend=backend)
         out, lse = map(np.asarray, found)
     ref, ref_lse = oracle(case, scale=SCALE, return_lse=True, **variant)
     real = slice(case.num_real)
@@ -91,12 +92,12 @@ def check(case: Case, count: int, backend: str, **variant: Any) -> None:
 @pytest.mark.parametrize(
     ("backend", "variant"), [("reference", "all"), *(("xla", name) for name in VARIANTS)]
 )
-def test_parts_merged_are_the_whole(backend, variant):
+def test_merged_parts_equal_whole_pages(backend, variant):
     check(make_case(MIXED), 4, backend, **VARIANTS[variant])
 
 
 @pytest.mark.parametrize("count", [2, 16])
-def test_any_number_of_parts_down_to_one_cell_each(count):
+def test_merged_parts_of_any_size_equal_whole_pages(count):
     shape = Shape(num_heads=2, num_kv_heads=1, head_dim=8)
     check(make_case(MIXED, shape), count, "xla", window=5)
     long = dataclasses.replace(shape, num_tokens=300, num_rows=2, table_width=40)
@@ -104,13 +105,13 @@ def test_any_number_of_parts_down_to_one_cell_each(count):
 
 
 @pytest.mark.parametrize(("dtype", "cache_dtype"), [("float32", "int8"), ("bfloat16", "bfloat16")])
-def test_parts_of_narrow_and_quantized_pages(dtype, cache_dtype):
+def test_merged_parts_of_narrow_and_quantized_pages_equal_whole_pages(dtype, cache_dtype):
     case = make_case(MIXED, Shape(dtype=dtype, cache_dtype=cache_dtype))
     check(case, 4, "xla", key_limit=LIMITS)
 
 
 @pytest.mark.parametrize("backend", ["reference", "xla"])
-def test_parts_of_latents(backend):
+def test_merged_parts_of_latent_pages_equal_whole_pages(backend):
     case = make_case(MIXED, Shape(num_kv_heads=1, head_dim=20))
     q, rows, pages = case.arrays()
     rows, pages = rows._replace(key_limit=jnp.asarray(LIMITS)), KVPages(pages.k, None)
@@ -123,16 +124,16 @@ def test_parts_of_latents(backend):
 
 @pytest.mark.parametrize("backend", ["tpu", pytest.param("gpu", marks=needs_triton)])
 @pytest.mark.parametrize("variant", ["plain", "limit"])
-def test_kernels_of_whole_pages_take_a_token_a_row(backend, variant):
-    """Decodes, and a chunk of a few tokens; some see no key in a part."""
+def test_kernels_of_whole_pages_compute_parts_with_one_row_per_token(backend, variant):
+    """The batch has decodes and a chunk of a few tokens, some of which see no key in a part."""
     shape = Shape(num_tokens=12, num_rows=4, num_heads=2, num_kv_heads=1)
     case = make_case([(1, 33), (1, 1), (6, 40), (2, 2)], shape)
     limits = {"key_limit": LIMITS[:4]} if variant == "limit" else {}
     check(case, 2, backend, **limits)
 
 
-def test_a_part_of_a_folded_page_is_a_folded_page():
-    """Each device folds its own cells."""
+def test_part_of_a_folded_page_is_a_folded_page():
+    """Each device folds its own part of a page."""
     case = make_case(MIXED, Shape(head_dim=64))
     q, rows, pages = case.arrays()
     rows_of_part, lanes = rows_and_lanes(8, 64)
@@ -146,7 +147,7 @@ def test_a_part_of_a_folded_page_is_a_folded_page():
 
 
 @pytest.mark.parametrize("backend", ["tpu", "gpu", "hopper"])
-def test_a_kernel_that_needs_whole_pages_says_so(backend):
+def test_kernel_that_needs_whole_pages_refuses_parts(backend):
     case = make_case(MIXED)
     declined = pytest.raises(NoBackendError, match="pages that are split over devices")
     with declined:

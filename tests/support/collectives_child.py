@@ -1,5 +1,7 @@
-"""Run by tests/parallel/test_collectives.py in a process with eight CPU devices: prints findings
-as JSON."""
+"""Compute sums on eight CPU devices and print the results as JSON.
+
+Used by tests/parallel/test_collectives.py.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,11 @@ from jaxinfer.tools.compile_gate import collectives as counts
 from jaxinfer.tools.compile_gate.text import parse_hlo
 from tests.support import tiny_plans
 
-AXES = ("expert", "tensor")  # of 2 and n / 2 devices
+AXES = ("expert", "tensor")  # with 2 and n / 2 devices
 
 
 class Found:
-    """What one function gave on n devices: the results of all, [n, ...], and the program's
-    collectives."""
+    """The results of a function on n devices, [n, ...], and the collectives of its program."""
 
     def __init__(self, n: int, function: Any, specs: Any, *arrays: Any):
         mesh = Mesh(np.array(jax.devices()[:n]).reshape(2, n // 2), AXES)
@@ -71,7 +72,7 @@ def compressed_sums() -> dict[str, Any]:
         ("4", 4, (16, 4096), jnp.float32, 0),
         ("8", 8, (16, 4096), jnp.float32, 0),
         ("bfloat16", 8, (16, 4096), jnp.bfloat16, 0),
-        ("padded", 8, (3, 1500), jnp.float32, 2),  # 188 numbers a part, two blocks of 94
+        ("padded", 8, (3, 1500), jnp.float32, 2),  # 188 numbers per part, in two blocks of 94
     ):
         x = rng.normal(size=(n, *shape)) * np.exp(spread * rng.normal(size=(n, 1, shape[1])))
         x = np.asarray(jnp.asarray(x, dtype)).astype(np.float64)
@@ -79,7 +80,7 @@ def compressed_sums() -> dict[str, Any]:
         found[name] = {
             "is_same": one.is_same,
             "error": relative(one.result, x.sum(axis=0)),
-            "of_bound": worst_of_bound(one.result - x.sum(axis=0), x, n),
+            "share_of_bound": worst_of_bound(one.result - x.sum(axis=0), x, n),
             "link_bytes": counts.link_bytes(one.module),
             "sent_bytes": compressed.sent_bytes(*shape, n),
             "counted": one.counted,
@@ -88,14 +89,17 @@ def compressed_sums() -> dict[str, Any]:
 
 
 def exact_sum() -> int:
-    """The bytes that a device sends for the case "8" of `compressed_sums`."""
+    """Return the bytes that a device sends for an exact sum of case "8" of `compressed_sums`."""
     x = np.zeros((8, 16, 4096), np.float32)
     add = lambda part: products.all_sum(part[0], AXES)
     return counts.link_bytes(Found(8, add, (PartitionSpec(AXES),), x).module)
 
 
 def worst_of_bound(error: np.ndarray, x: np.ndarray, n: int) -> float:
-    """The largest error, of 1/126 of the sum of the devices' largest numbers in its block."""
+    """Return the largest error as a share of its bound.
+
+    The bound is 1/126 of the sum of the largest magnitudes that the devices have in the block.
+    """
     D = x.shape[-1]
     num_blocks, block = compressed._blocks(D, n)
     pad = n * num_blocks * block - D
@@ -104,7 +108,7 @@ def worst_of_bound(error: np.ndarray, x: np.ndarray, n: int) -> float:
     return float((np.abs(error) / np.repeat(bound, block, axis=-1)[:, :D]).max())
 
 
-def odd_sums() -> dict[str, Any]:
+def special_values() -> dict[str, Any]:
     rng = np.random.default_rng(1)
     x = rng.normal(size=(8, 3, 300)).astype(np.float32)
     x[:, 2] = 0
@@ -115,14 +119,14 @@ def odd_sums() -> dict[str, Any]:
     result = summed(8, broken).result
     return {
         "zeros": bool((together.result[2] == 0).all()),
-        "alone": bool(np.array_equal(summed(8, x[:, 1:2]).result[0], together.result[1])),
-        "is_hidden": bool(np.isfinite(result[1, [7, 295]]).any()),
-        "spreads": bool((~np.isfinite(result[[0, 2]])).any()),
+        "is_independent": bool(np.array_equal(summed(8, x[:, 1:2]).result[0], together.result[1])),
+        "hides_non_finite": bool(np.isfinite(result[1, [7, 295]]).any()),
+        "spreads_non_finite": bool((~np.isfinite(result[[0, 2]])).any()),
     }
 
 
 def overlapped() -> dict[str, Any]:
-    """Products in parts, against float64; the collectives of each."""
+    """Compare overlapped products with float64, and count their collectives."""
     rng = np.random.default_rng(2)
     plain = lambda x, weight: x @ weight
     opaque = lambda x, weight: (x @ weight["values"]) * weight["scale"]
@@ -149,7 +153,7 @@ def overlapped() -> dict[str, Any]:
 
 
 def choices() -> dict[str, dict[str, int]]:
-    """What `overlapped_product` makes of a weight and a number of tokens."""
+    """Count the collectives that `overlapped_product` uses for a weight and a number of tokens."""
     whole = lambda x, weight: x @ weight["values"]
     plain = lambda x, weight: x @ weight
     specs = (PartitionSpec(None, AXES), PartitionSpec(AXES, None))
@@ -173,7 +177,7 @@ def choices() -> dict[str, dict[str, int]]:
 
 
 def linears() -> dict[str, Any]:
-    """A layer whose inputs are split, in the three ways, with a bias: against one device."""
+    """Compare a layer with sharded inputs and a bias with one device, for every kind of sum."""
     rng = np.random.default_rng(3)
     x = rng.normal(size=(5, 16, 32)).astype(np.float32)
     weight = rng.normal(size=(512, 256)).astype(np.float32)
@@ -200,10 +204,10 @@ def linears() -> dict[str, Any]:
     return found
 
 
-def by_token() -> dict[str, Any]:
-    """Of a layer that quantizes its tokens, which devices hold in parts: against one device."""
+def quantized_tokens() -> dict[str, Any]:
+    """Compare a layer that quantizes its sharded tokens with one device."""
     rng = np.random.default_rng(4)
-    spread = np.exp(2 * rng.normal(size=(16, 32)))  # a part's largest number is not the token's
+    spread = np.exp(2 * rng.normal(size=(16, 32)))  # shards of a token have different maxima
     x = (rng.normal(size=(5, 16, 32)) * spread).astype(np.float32)
     x[3] = 0
     values = rng.integers(-127, 128, size=(512, 256)).astype(np.int8)
@@ -234,8 +238,11 @@ def linear(numerics: Numerics, x: jax.Array, weight: Any, bias: jax.Array) -> ja
 
 
 def layers() -> dict[str, Any]:
-    """The collectives of the engine's step at tensor = 8: those of each layer, by the name that
-    its instructions carry, and all that are as large as a layer's sum."""
+    """Return the collectives of an engine step with tensor=8.
+
+    They are listed for each layer, by the operation name in the compiled program, and counted if
+    they are as large as the sum of a layer.
+    """
     keys = {"model_type": "llama", "hidden_size": 96, "intermediate_size": 128, "vocab_size": 4096}
     keys |= {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2}
     config = {
@@ -250,16 +257,25 @@ def layers() -> dict[str, Any]:
     found = counts.find_collectives(parse_hlo(whole.compile(T, 8).text))
     in_layer = lambda i: (one for one in found if f"block_{i}/" in one.op_name)
     return {
-        "by_layer": [[(one.kind, one.bytes) for one in in_layer(i)] for i in range(2)],
+        "per_layer": [[(one.kind, one.bytes) for one in in_layer(i)] for i in range(2)],
         "sum_bytes": T * D * 4,
         "large": Counter(one.kind for one in found if one.bytes == T * D * 4),
         "largest": max(one.bytes for one in found),
-        # Of every token, each device's best of the vocabulary, where a prompt asks for logprobs.
+        # For prompt logprobs, each device sends its likeliest tokens for every position.
         "candidate_bytes": T * 8 * MAX_LOGPROBS * (4 + 4),
-        "head_bytes_on_a_device": 96 * 4096 * 4 // 8,
+        "head_bytes_per_device": 96 * 4096 * 4 // 8,
     }
 
 
 if __name__ == "__main__":
-    checks = (compressed_sums, exact_sum, odd_sums, overlapped, choices, linears, by_token, layers)
+    checks = (
+        compressed_sums,
+        exact_sum,
+        special_values,
+        overlapped,
+        choices,
+        linears,
+        quantized_tokens,
+        layers,
+    )
     print(json.dumps({check.__name__: check() for check in checks}))

@@ -1,7 +1,8 @@
-"""Run by tests/parallel/test_meshes.py in a process with eight CPU devices: tokens on meshes, as
-JSON.
+"""Generate tokens on meshes of eight CPU devices and print them as JSON.
 
-python tests/support/mesh_child.py FAMILY MESH...      a mesh as tensor=4,pipe=2
+    python tests/support/mesh_child.py FAMILY MESH...
+
+A mesh has the form tensor=4,pipe=2. Used by tests/parallel/test_meshes.py.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def parsed(text: str) -> dict[str, int]:
 
 def main(family: str, texts: list[str]) -> None:
     jax.config.update("jax_num_cpu_devices", mesh_bench.NUM_DEVICES)
-    zigzag.MAX_UNSPLIT_TOKENS = 4  # else steps of 16 tokens would not be cut: no ring
+    zigzag.MAX_UNSPLIT_TOKENS = 4  # so that steps of 16 tokens use ring attention
     if family == mesh_bench.SENDS:
         experts.should_dispatch = lambda T, k, e, t, row_bytes: e > 1
     work, passes = mesh_bench.requests(), mesh_bench.Calls(ring, "shift")

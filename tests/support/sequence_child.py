@@ -1,4 +1,7 @@
-"""Sequence parallelism on eight CPU devices; tests/parallel/test_ring.py reads the printed JSON."""
+"""Compute attention with sequence parallelism on eight CPU devices; print the results as JSON.
+
+Used by tests/parallel/test_ring.py.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,9 @@ from tests.support import tiny_plans  # noqa: E402
 
 P = jax.sharding.PartitionSpec
 T, N, K, H, B, W, NUM_PAGES = 61, 4, 2, 16, 16, 8, 24
-# (queries, tokens with those cached before). Decodes, chunks, whole prompts, an empty row.
+# (queries, tokens including cached ones): decodes, chunks, whole prompts, and an empty row.
 MIXED = ((1, 33), (1, 1), (1, 100), (0, 0), (23, 64), (17, 17), (5, 90))
-# The 61 tokens of a step are not divided by any of the rings.
+# No number of devices divides the 61 tokens of a step.
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "all": {
@@ -52,9 +55,9 @@ def tables(rows: tuple[tuple[int, int], ...], rng) -> tuple[np.ndarray, np.ndarr
     return q_start, lengths, table
 
 
-def run(count: int, rows, *, together: bool, dtype="float32", **variant) -> list[Any]:
-    """One layer's attention of a step on `count` devices: its output and the pages after it."""
-    zigzag.MAX_UNSPLIT_TOKENS = 10**9 if together else 0
+def run(count: int, rows, *, is_replicated: bool, dtype="float32", **variant) -> list[Any]:
+    """Run one layer's attention on `count` devices; return its output and the written pages."""
+    zigzag.MAX_UNSPLIT_TOKENS = 10**9 if is_replicated else 0
     rng = np.random.default_rng(0)
     q_start, kv_len, table = tables(rows, rng)
     is_latent = "value_dim" in variant
@@ -71,7 +74,7 @@ def run(count: int, rows, *, together: bool, dtype="float32", **variant) -> list
     angles = draw(T, H // 2) if not is_latent else None
     write_from = np.zeros(len(rows), np.int32)
     has_shared = kv_len[-1] > np.diff(q_start)[-1]
-    if has_shared:  # its tokens but two are not stored: what the pages hold differs here
+    if has_shared:  # only the last two tokens are stored, so its pages differ from k and v
         write_from[-1] = kv_len[-1] - 2
     layout = Layout.of({"seq": count}) if count > 1 else ONE_DEVICE
     numerics = Numerics(layout=layout)
@@ -79,12 +82,12 @@ def run(count: int, rows, *, together: bool, dtype="float32", **variant) -> list
     def step(q, k, v, angles, pages, arrays):
         rows = StepRows(*map(jnp.asarray, (q_start, kv_len, table, write_from, kv_len)))
         batch = ragged_batch(rows, T, page_size=B // count, num_pages=NUM_PAGES, layout=layout)
-        own = batch.split.shard
-        rotary = None if angles is None else (jnp.cos(own(angles)), jnp.sin(own(angles)))
-        values = None if is_latent else own(v)
+        shard = batch.split.shard
+        rotary = None if angles is None else (jnp.cos(shard(angles)), jnp.sin(shard(angles)))
+        values = None if is_latent else shard(v)
         variant = AttentionVariant(0.25, **arrays)
         out, pages = attend_to_cache(
-            own(q), own(k), values, batch, pages, variant, numerics, rotary=rotary
+            shard(q), shard(k), values, batch, pages, variant, numerics, rotary=rotary
         )
         last = jnp.maximum(jnp.asarray(q_start)[1:] - 1, 0)
         return batch.split.gather(out), batch.split.take(out, last), pages
@@ -96,10 +99,10 @@ def run(count: int, rows, *, together: bool, dtype="float32", **variant) -> list
     )
     if count > 1:
         [mesh] = device_groups({"seq": count}, jax.devices()[:count])
-        of_pages = jax.tree.map(lambda x: P(None, None, "seq"), pages)
+        page_specs = jax.tree.map(lambda x: P(None, None, "seq"), pages)
         function = jax.shard_map(
-            function, mesh=mesh, in_specs=(P(), P(), P(), P(), of_pages, P()),
-            out_specs=(P(), P(), of_pages), check_vma=False,
+            function, mesh=mesh, in_specs=(P(), P(), P(), P(), page_specs, P()),
+            out_specs=(P(), P(), page_specs), check_vma=False,
         )  # fmt: skip
     program = jax.jit(function, compiler_options={"xla_backend_optimization_level": 0})
     out, last, pages = program(q, k, v, angles, pages, arrays)
@@ -110,22 +113,22 @@ def run(count: int, rows, *, together: bool, dtype="float32", **variant) -> list
 
 
 @lru_cache
-def on_one(variant: str, rows: tuple[tuple[int, int], ...]) -> list[Any]:
-    return run(1, rows, together=True, **VARIANTS[variant])
+def on_one_device(variant: str, rows: tuple[tuple[int, int], ...]) -> list[Any]:
+    return run(1, rows, is_replicated=True, **VARIANTS[variant])
 
 
-def off(count: int, variant: str = "plain", rows=MIXED, *, together: bool = False) -> float:
-    """The largest relative difference to one device, of outputs and of pages."""
-    many = run(count, rows, together=together, **VARIANTS[variant])
+def error(count: int, variant: str = "plain", rows=MIXED, *, is_replicated: bool = False) -> float:
+    """Return the largest relative difference from one device, in outputs and in pages."""
+    many = run(count, rows, is_replicated=is_replicated, **VARIANTS[variant])
     assert all(np.isfinite(x).all() for x in many)
-    pairs = zip(on_one(variant, rows), many, strict=True)
+    pairs = zip(on_one_device(variant, rows), many, strict=True)
     return float(max(np.linalg.norm(a - b) / np.linalg.norm(a) for a, b in pairs))
 
 
 def temporaries(count: int, tokens: int) -> int:
-    """Bytes of temporaries and arguments on a device, for a prompt of count x tokens."""
+    """Return the bytes of temporaries and arguments per device, for count x tokens."""
     zigzag.MAX_UNSPLIT_TOKENS = 0
-    T, D, page = count * tokens, 64, 64  # the step's
+    T, D, page = count * tokens, 64, 64
     layout = Layout.of({"seq": count}) if count > 1 else ONE_DEVICE
     attention = Attention(AttentionConfig(D, N, K, H), Numerics(layout=layout))
     num_pages = T // page
@@ -155,9 +158,11 @@ def temporaries(count: int, tokens: int) -> int:
     return memory.temp_size_in_bytes + memory.argument_size_in_bytes
 
 
-def of_a_whole_step(count: int, tokens: int) -> int:
-    """Bytes of temporaries on a device, of an engine's step of count x tokens: head, sampling and
-    the logprobs of prompts too."""
+def step_temporaries(count: int, tokens: int) -> int:
+    """Return the bytes of temporaries per device, for an engine step of count x tokens.
+
+    The step includes the output head, sampling, and the logprobs of prompts.
+    """
     zigzag.MAX_UNSPLIT_TOKENS = 0
     sizes = {"hidden_size": 512, "intermediate_size": 512, "vocab_size": 256, "head_dim": H}
     heads = {"num_attention_heads": N, "num_key_value_heads": K, "num_hidden_layers": 1}
@@ -175,13 +180,13 @@ def of_a_whole_step(count: int, tokens: int) -> int:
 def findings() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for variant in VARIANTS:
-        found[f"ring of 2, {variant}"] = off(2, variant)
-    found["together on 2, all"] = off(2, "all", together=True)
-    found["ring of 8, plain"] = off(8)
-    found["together on 8, quantized"] = off(8, "quantized", together=True)
-    found["ring of 4, nothing cached"] = off(4, rows=((20, 20), (30, 30)))
+        found[f"ring of 2, {variant}"] = error(2, variant)
+    found["replicated on 2, all"] = error(2, "all", is_replicated=True)
+    found["ring of 8, plain"] = error(8)
+    found["replicated on 8, quantized"] = error(8, "quantized", is_replicated=True)
+    found["ring of 4, nothing cached"] = error(4, rows=((20, 20), (30, 30)))
     found["bytes"] = {n: temporaries(n, 512) for n in (2, 4, 8)}
-    found["bytes of a step"] = {n: of_a_whole_step(n, 512) for n in (4, 8)}
+    found["bytes of a step"] = {n: step_temporaries(n, 512) for n in (4, 8)}
     found["bytes of twice the tokens"] = temporaries(4, 1024)
     return found
 

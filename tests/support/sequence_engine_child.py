@@ -1,7 +1,7 @@
-"""Run by tests/parallel/test_sequence_engine.py in a process with eight CPU devices: prints JSON.
+"""Compare an engine that splits sequences over eight CPU devices with one on a single device.
 
-An engine whose sequences are split over all eight, beside one on a single device: a prompt of eight
-times what one device has room for, then a mixed batch with preemptions and a shared prefix.
+The engines run a prompt that needs the memory of eight devices, then a mixed batch with preemptions
+and a shared prefix. Used by tests/parallel/test_sequence_engine.py, which reads the printed JSON.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from jaxinfer import InvalidRequestError, SamplingParams  # noqa: E402
 from jaxinfer.sharding import zigzag  # noqa: E402
 from tests.support import running  # noqa: E402
 
-zigzag.MAX_UNSPLIT_TOKENS = 8  # steps of more tokens go round the ring
-NUM_PAGES = 16  # of 8 tokens, over eight devices
+zigzag.MAX_UNSPLIT_TOKENS = 8  # steps of more tokens use ring attention
+NUM_PAGES = 16  # pages of 8 tokens, over eight devices
 RNG = np.random.default_rng(0)
 PROMPT = RNG.integers(3, 90, 8 * NUM_PAGES - 12).tolist()
 PREFIX = RNG.integers(3, 90, 17).tolist()
@@ -35,7 +35,7 @@ def engine(options: dict[str, Any]) -> Any:
 
 
 def outputs(engine: Any) -> dict[str, Any]:
-    """Tokens of all requests: of the long prompt alone, then of the mixed batch."""
+    """Run the long prompt alone, then the mixed batch; return the tokens of all requests."""
     params = lambda i, **more: SamplingParams(
         temperature=0.8 * (i % 2), seed=i, max_tokens=10, ignore_eos=True, **more
     )

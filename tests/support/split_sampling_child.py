@@ -1,8 +1,8 @@
-"""Run by tests/parallel/test_sampling_split.py in a process of its own: prints its findings as
-JSON.
+"""Compare sampling on sharded logits with one device.
 
-Every call of the one-device program is recorded, then repeated on eight virtual CPU devices that
-hold parts of the logits. Compared are the bits, on every device.
+Every call of the one-device program is recorded, then repeated on eight CPU devices with sharded
+logits. The results are compared bit by bit on every device; a summary is printed as JSON, for
+tests/parallel/test_sampling_split.py.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from jaxinfer.sampling.sample import sample, top_logprobs
 from tests.support import sampling_batch
 from tests.support.sampling_batch import KEY, Batch, R, greedy
 
-V = 2648  # 8 * 331: parts of odd size, and larger than the candidates of all parts
-SMALL = 16  # fewer tokens than are reported, two on each of eight devices
+V = 2648  # 8 * 331: shards of odd size, and more than the candidates of all shards
+SMALL = 16  # fewer tokens than logprobs report, and two on each of eight devices
 ONE = jax.jit(sample)
 ONE_TOP = jax.jit(top_logprobs)
 
@@ -50,14 +50,14 @@ class Split(NamedTuple):
 
 SPLITS = {
     "2": Split({"tensor": 2}, ("tensor",)),
-    # Beside an axis that splits something else, and not in the order of the mesh.
+    # The mesh has another axis, and the axes are not in its order.
     "4 over two axes": Split({"tensor": 2, "seq": 2, "expert": 2}, ("expert", "tensor")),
     "8": Split({"tensor": 8}, ("tensor",)),
 }
 
 
 class Call(NamedTuple):
-    """What was asked of one device, and what it answered."""
+    """A call on one device, and its result."""
 
     case: str
     arguments: tuple[Any, ...]
@@ -65,7 +65,7 @@ class Call(NamedTuple):
 
 
 def on_parts(function: Callable, split: Split, num_arguments: int) -> Callable:
-    """function(logits, *others), each device with its part of the logits; results by device."""
+    """Compile function(logits, *others) for sharded logits; the results have a device axis."""
 
     def body(*arguments):
         return jax.tree.map(lambda x: x[None], function(*arguments, vocab_axes=split.vocab_axes))
@@ -86,7 +86,7 @@ def sample_parts(logits, slots, row_slot, position, is_sampled, **options):
     return sample(logits, slots, row_slot, position, is_sampled, KEY, **options)
 
 
-# --- what is asked ---
+# --- the calls to compare ---
 
 BAD = [[5], [7, 3], [330], [331, 332]]
 RANDOM = [
@@ -114,28 +114,28 @@ FEW = [
     SamplingParams(top_k=9, temperature=3.0),
     SamplingParams(top_p=0.8, logprobs=20),
     SamplingParams(allowed_token_ids=[0, 15], repetition_penalty=1.2),
-    greedy(min_tokens=3, stop_token_ids=[6, 7]),  # all that one of eight devices has
+    greedy(min_tokens=3, stop_token_ids=[6, 7]),  # all tokens of one of eight devices
 ]
 
 
 def normal(seed: int, vocab_size: int = V) -> np.ndarray:
     logits = np.random.default_rng(seed).normal(size=(R, vocab_size)).astype(np.float32) * 2.5
-    logits[:, 326:336] += 6  # favourites on both sides of a border, so that tokens repeat
+    logits[:, 326:336] += 6  # likely tokens on both sides of a shard boundary, which thus repeat
     return logits
 
 
 def tied(seed: int) -> np.ndarray:
-    """Few values, zeros of both signs among them, so that the largest stand in many parts."""
+    """Return logits with few values, so that the largest occur in many shards; some are -0."""
     values = np.array([-2, -1, -0.0, 0.0, 1, 2], np.float32)
     return np.random.default_rng(seed).choice(values, size=(R, V))
 
 
-def steps_asked() -> Iterator[tuple[str, Batch, list[np.ndarray]]]:
-    """Name, requests and logits of a few steps each."""
+def batches() -> Iterator[tuple[str, Batch, list[np.ndarray]]]:
+    """Yield names, batches of requests, and the logits of a few steps of each."""
     masked = normal(3)
     masked[:2], masked[2:4, 331:], masked[4] = -np.inf, -np.inf, 0.0
     again = normal(5)
-    again[:, V - 7 : V - 2] += 9  # what is chosen first, and by the penalties no more
+    again[:, V - 7 : V - 2] += 9  # chosen at first, until penalties prevent it
     yield "greedy", Batch(*[greedy()] * R, vocab_size=V), [normal(0), tied(0), masked]
     yield "greedy logprobs", Batch(*[greedy(logprobs=20)] * R, vocab_size=V), [normal(1), tied(1)]
     yield "random", Batch(*RANDOM, vocab_size=V), [normal(2), tied(2), masked, normal(4)]
@@ -146,7 +146,7 @@ def steps_asked() -> Iterator[tuple[str, Batch, list[np.ndarray]]]:
 
 
 def record() -> tuple[list[Call], list[Call]]:
-    """The calls of `sample` with V tokens, and with few."""
+    """Record the calls of `sample` with V tokens, and those with few tokens."""
     calls: list[Call] = []
 
     def recorded(case, logits, slots, row_slot, position, is_sampled, key):
@@ -154,7 +154,7 @@ def record() -> tuple[list[Call], list[Call]]:
         calls.append(Call(case, arguments, ONE(*arguments, key)))
         return calls[-1].result
 
-    for case, batch, steps in steps_asked():
+    for case, batch, steps in batches():
         sampling_batch.STEP = functools.partial(recorded, case)
         for logits in steps:
             batch.step(logits)
@@ -170,7 +170,7 @@ def record() -> tuple[list[Call], list[Call]]:
 
 
 def _not_sampled(call: Call) -> Call:
-    """The call with every other row NaN and not sampled."""
+    """Repeat the call with every other row NaN and not sampled."""
     logits, slots, row_slot, position, _ = call.arguments
     is_sampled = jnp.arange(R) % 2 == 0
     logits = jnp.where(is_sampled[:, None], logits, jnp.nan)
@@ -184,7 +184,7 @@ def record_top() -> list[Call]:
     return [Call("prompt logprobs", x, ONE_TOP(*x)) for x in arrays]
 
 
-# --- what is found ---
+# --- the comparison ---
 
 
 def bits(tree: Any) -> list[bytes]:
@@ -192,7 +192,7 @@ def bits(tree: Any) -> list[bytes]:
 
 
 def differing(calls: list[Call], program: Callable, split: Split) -> dict[str, list[int]]:
-    """By case, in which results (leaves) any device differs from one device."""
+    """Return, for each case, the numbers of results (leaves) that differ on any device."""
     shardings = [NamedSharding(split.devices, PartitionSpec(None, split.vocab_axes))]
     found: dict[str, set[int]] = {}
     for call in calls:
@@ -216,7 +216,7 @@ COLLECTIVE = re.compile(
 
 
 def collectives(text: str) -> list[tuple[str, list[int]]]:
-    """Name and dimensions of the result of every collective in a compiled program."""
+    """Return the name and result shape of every collective in a compiled program."""
     return [
         (name, [int(n) for n in dims.split(",") if n])
         for result, name in COLLECTIVE.findall(text)
@@ -224,8 +224,8 @@ def collectives(text: str) -> list[tuple[str, list[int]]]:
     ]
 
 
-def where_nothing_is_asked(text: str) -> str:
-    """What runs of a compiled program when every predicate of a `cond` is false."""
+def without_features(text: str) -> str:
+    """Return the part of a compiled program that runs if every predicate of a `cond` is false."""
     bodies = dict(re.findall(r"^(?:ENTRY )?%?([\w.-]+) \([^\n]*\{$(.*?)^\}", text, re.M | re.S))
     called = re.compile(
         r"(?:false_computation|body|to_apply|calls)=%?([\w.-]+)|branch_computations=\{%?([\w.-]+)"
@@ -241,21 +241,21 @@ def where_nothing_is_asked(text: str) -> str:
 
 def findings() -> dict[str, Any]:
     large, few, top = *record(), record_top()
-    wanted = [
+    jobs = [
         (name, function, calls)
         for name in SPLITS
         for function, calls in ((sample_parts, large), (top_logprobs, top))
     ]
-    wanted.append(("8", sample_parts, few))
+    jobs.append(("8", sample_parts, few))
 
     def compiled(name: str, function: Callable, calls: list[Call]) -> Any:
         arguments = calls[0].arguments
         return on_parts(function, SPLITS[name], len(arguments)).lower(*arguments).compile()
 
     with ThreadPoolExecutor(2) as pool:
-        programs = list(pool.map(lambda asked: compiled(*asked), wanted))
+        programs = list(pool.map(lambda job: compiled(*job), jobs))
     found: dict[str, Any] = {name: {"differs": {}, "collectives": []} for name in SPLITS}
-    for (name, _, calls), program in zip(wanted, programs, strict=True):
+    for (name, _, calls), program in zip(jobs, programs, strict=True):
         found[name]["differs"] |= differing(calls, program, SPLITS[name])
         if calls is not few:
             found[name]["collectives"].append(collectives(program.as_text()))
@@ -263,7 +263,7 @@ def findings() -> dict[str, Any]:
     assert one is not None
     return {
         "splits": found,
-        "greedy": collectives(where_nothing_is_asked(programs[0].as_text())),
+        "greedy": collectives(without_features(programs[0].as_text())),
         "one": collectives(one),
         "vocab_size": V,
     }
