@@ -1,4 +1,4 @@
-"""Each feature of the engine yields on a mesh what it does on one device."""
+"""Each feature of the engine gives the same results on a mesh as on one device."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from tests.support.paths import SUPPORT
 pytestmark = [pytest.mark.long, pytest.mark.ci, pytest.mark.once]
 
 SCRIPT = SUPPORT / "mesh_features_child.py"
-# Sums of parts differ by 2e-6; a feature that is left out on one side, by 5e-3 and more.
+# Sums of shards differ by 2e-6; a feature missing on one side makes a difference of 5e-3 or more.
 CLOSE = 1e-4
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    """What a process with four devices found; see tests/support/mesh_features_child.py."""
+    """The results of a process with four devices (tests/support/mesh_features_child.py)."""
     return findings(SCRIPT)
 
 
 @pytest.mark.parametrize("name", FEATURES)
-def test_tokens_and_log_probabilities_are_those_of_one_device(found, name):
+def test_tokens_and_logprobs_on_a_mesh_equal_one_device(found, name):
     one, mesh = found[name]["one"], found[name]["mesh"]
     for work in ("together", "alone"):
         assert mesh[work]["tokens"] == one[work]["tokens"]
@@ -37,8 +37,8 @@ def test_tokens_and_log_probabilities_are_those_of_one_device(found, name):
 
 
 @pytest.mark.parametrize("name", FEATURES)
-def test_the_feature_is_there(found, name):
-    """Else two engines without it would be compared."""
+def test_feature_is_active(found, name):
+    """Otherwise two engines without the feature would be compared."""
     feature: Feature = FEATURES[name]
     for devices in ("one", "mesh"):
         run = found[name][devices]
@@ -52,7 +52,7 @@ def test_the_feature_is_there(found, name):
         assert run["rows_of_table"] == VOCAB_SIZE // parts
 
 
-def test_bits_do_not_depend_on_the_batch_where_that_is_asked_for(found):
+def test_batch_invariant_bits_are_independent_of_the_batch(found):
     mesh = found["batch_invariant"]["mesh"]
     alone = mesh["alone"]["logprobs"]
     assert mesh["together"]["logprobs"][: len(alone)] == alone

@@ -1,7 +1,7 @@
-"""Law 7: one device and eight give the same tokens, on every mesh that applies, in every family.
+"""Eight devices generate the same tokens as one, on every applicable mesh and for every family.
 
-`make test` runs the meshes of `FIRST`, in which every axis occurs, CI adds a tenth of the 110
-meshes of all families, and `--matrix=all` runs them all.
+`make test` runs the meshes of `FIRST`, which use every axis; CI adds a tenth of the 110 meshes of
+all families, and `--matrix=all` runs them all.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tests.support.child_process import findings
 from tests.support.paths import SUPPORT
 
 CHILD = SUPPORT / "mesh_child.py"
-EVERY_AXIS = "mixtral"  # the family that all axes split
+EVERY_AXIS = "mixtral"  # the family that every axis shards
 FIRST: dict[str, tuple[dict[str, int], ...]] = {
     "llama": ({"tensor": 8},),
     "gpt_neox": ({"seq": 4, "tensor": 2},),
@@ -27,7 +27,7 @@ FIRST: dict[str, tuple[dict[str, int], ...]] = {
 
 
 def meshes_to_run(family: str, choice: str) -> list[dict[str, int]]:
-    """The meshes of a family that `--matrix=choice` asks for."""
+    """Return the meshes of a family that `--matrix=choice` selects."""
     return [
         mesh
         for mesh in mesh_bench.meshes(family)
@@ -48,9 +48,9 @@ def meshes_to_run(family: str, choice: str) -> list[dict[str, int]]:
         for family in mesh_bench.FAMILIES
     ],
 )
-def test_tokens_do_not_depend_on_the_mesh(family, request):
+def test_tokens_are_independent_of_the_mesh(family, request):
     meshes = meshes_to_run(family, request.config.getoption("--matrix"))
-    meshes.sort(key=mesh_bench.layers_for)  # one run on one device for each number of layers
+    meshes.sort(key=mesh_bench.layers_for)  # one device runs once per number of layers
     texts = [mesh_bench.format_mesh(mesh) for mesh in meshes]
     found = findings(CHILD, family, *texts, timeout_s=1800)
     assert found.keys() == set(texts)
@@ -60,19 +60,19 @@ def test_tokens_do_not_depend_on_the_mesh(family, request):
         if run["mesh"]["tokens"] != run["alone"]["tokens"]
     }
     assert not wrong
-    for text, run in found.items():  # else less is tested than is said
+    for text, run in found.items():  # the features under test must occur
         assert run["alone"]["preemptions"] and run["alone"]["shared"] and run["mesh"]["shared"]
-        assert bool(run["mesh"]["passes"]) == ("seq" in text), f"{text}: round the ring"
-        # A replica has as many pages as one device, and fewer requests: they may all fit.
+        assert bool(run["mesh"]["passes"]) == ("seq" in text), f"{text}: ring attention"
+        # A replica has as many pages as one device but fewer requests, so all may fit.
         assert run["mesh"]["preemptions"] or "data" in text, text
 
 
-def test_all_meshes_of_eight_devices_are_35_and_20():
+def test_families_have_35_or_20_meshes_of_eight_devices():
     counts = {family: len(list(mesh_bench.meshes(family))) for family in mesh_bench.FAMILIES}
     assert counts == {"llama": 20, "gpt_neox": 20, "mixtral": 35, "deepseek_v3": 35}
 
 
-def test_every_axis_is_in_a_mesh_that_always_runs():
+def test_every_axis_occurs_in_a_mesh_that_always_runs():
     first = [mesh for meshes in FIRST.values() for mesh in meshes]
     assert {axis for mesh in first for axis in mesh} == {"data", "pipe", "seq", "expert", "tensor"}
     for family, meshes in FIRST.items():

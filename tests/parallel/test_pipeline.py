@@ -1,4 +1,4 @@
-"""A pipeline of four stages on four virtual devices: ticks, tokens, aborts, failures."""
+"""A pipeline of four stages on four CPU devices: schedule, tokens, aborts and failures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def found():
     return findings(CHILD)
 
 
-def test_16_micro_batches_take_16_and_3_ticks(found):
+def test_pipeline_takes_19_ticks_for_16_micro_batches(found):
     trace = found["chunks"]
     assert len(trace) == 16 + STAGES - 1
     for tick, stages in enumerate(trace):
@@ -24,8 +24,8 @@ def test_16_micro_batches_take_16_and_3_ticks(found):
         assert stages == expected
 
 
-def test_once_full_no_stage_idles(found):
-    """Eight requests decode, two in each of the micro-batches under way."""
+def test_full_pipeline_has_no_bubbles(found):
+    """Eight requests decode, two in each micro-batch in flight."""
     trace = found["decodes"]
     full = [tick for tick, stages in enumerate(trace) if None not in stages]
     assert full == list(range(full[0], full[-1] + 1))  # from the first to the last, no bubble
@@ -33,6 +33,6 @@ def test_once_full_no_stage_idles(found):
 
 
 @pytest.mark.parametrize("what", ["reports", "aborts", "failure", "tokens"])
-def test_answers_are_those_of_one_device(found, what):
+def test_pipeline_results_equal_one_device(found, what):
     expected, piped = found[what]
     assert piped == expected

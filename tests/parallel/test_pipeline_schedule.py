@@ -1,4 +1,4 @@
-"""The scheduler in front of a pipeline of S stages: what enters, and when."""
+"""The schedule of micro-batches that enter a pipeline of S stages."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from tests.support.scheduler_bench import Bench
 
 
 class Pipeline(Bench):
-    """A bench whose plans are sampled S - 1 ticks after they entered."""
+    """A scheduler harness in which a plan is sampled S - 1 ticks after it enters."""
 
     def __init__(self, num_stages: int, **options):
         super().__init__(num_stages=num_stages, **options)
-        self.under_way: deque[Plan] = deque()
+        self.in_flight: deque[Plan] = deque()
 
     def tick(self) -> Plan:
         plan = self.plan()
         self.check(plan)
-        self.under_way.append(plan)
-        if len(self.under_way) == self.scheduler.num_stages:
-            self.commit(self.under_way.popleft())
+        self.in_flight.append(plan)
+        if len(self.in_flight) == self.scheduler.num_stages:
+            self.commit(self.in_flight.popleft())
         return plan
 
     def check(self, plan: Plan) -> None:
-        """Nothing enters that depends on what is under way and not sampled yet."""
+        """Check that no row depends on a row in flight that is not sampled yet."""
         owners = {}
-        for other in [*self.under_way, plan]:
+        for other in [*self.in_flight, plan]:
             for row in other.rows:
                 owner = owners.setdefault(row.slot, row.request)
-                assert owner is row.request, "a slot that something under way writes to"
-        unsampled = [row for other in self.under_way for row in other.rows if row.is_sampled]
+                assert owner is row.request, "a plan in flight writes to the slot"
+        unsampled = [row for other in self.in_flight for row in other.rows if row.is_sampled]
         for row in plan.rows:
             for before in unsampled:
                 assert before.request is not row.request, "its token is not sampled yet"
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
-def test_decodes_spread_over_the_stages_and_leave_no_tick_empty(num_stages):
+def test_decodes_are_spread_evenly_over_the_stages(num_stages):
     bench = Pipeline(num_stages, budget=256, rows=12)
     for _ in range(12):
         bench.add(4, max_tokens=60)
@@ -51,15 +51,15 @@ def test_decodes_spread_over_the_stages_and_leave_no_tick_empty(num_stages):
     assert set(sizes) == {12 // num_stages}
 
 
-def test_chunks_of_a_prompt_follow_each_other_without_waiting():
+def test_chunks_of_a_prompt_enter_at_consecutive_ticks():
     bench = Pipeline(4, budget=8, rows=2)
     bench.add(8 * 16, max_tokens=1)
     plans = [bench.tick() for _ in range(16)]
     assert [plan.num_tokens for plan in plans] == [8] * 16
-    assert not bench.tick().rows  # it waits for its token
+    assert not bench.tick().rows  # the request waits for its token
 
 
-def test_a_slot_rests_until_nothing_under_way_writes_to_it():
+def test_slot_is_reused_only_after_plans_in_flight_have_written_to_it():
     bench = Pipeline(4, rows=1)
     first = bench.add(4, max_tokens=8)
     bench.tick()
@@ -72,8 +72,8 @@ def test_a_slot_rests_until_nothing_under_way_writes_to_it():
 
 @pytest.mark.parametrize("num_stages", [2, 4, 8])
 @pytest.mark.parametrize("seed", range(5))
-def test_whatever_comes_and_goes(num_stages, seed):
-    """Random arrivals, aborts and a pool too small: the checks of `Pipeline` and of the pool."""
+def test_schedule_is_valid_for_random_arrivals_and_aborts(num_stages, seed):
+    """Run random arrivals and aborts with too few pages, and check every plan."""
     rng = random.Random(seed)
     bench = Pipeline(num_stages, num_pages=24, budget=12, rows=6)
     live = []

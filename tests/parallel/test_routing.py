@@ -1,4 +1,4 @@
-"""Routing: who takes a request, by integers alone."""
+"""Routing of requests to replicas, by integer arithmetic alone."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from jaxinfer.parallel.routing import FIRST_GUESS, GENERATED_COST, RECENT, Route
 REPLICAS = 8
 
 
-class Ask(NamedTuple):
-    """A request: its prompt, the most it may generate, and what each replica's pages spare it."""
+class NewRequest(NamedTuple):
+    """A request: prompt length, maximal output, and the prompt tokens that each replica caches."""
 
     prompt_len: int
     most_output: int = 0
-    spared: tuple[int, ...] = (0,) * REPLICAS
+    cached: tuple[int, ...] = (0,) * REPLICAS
 
 
-ASKS = st.builds(
-    Ask,
+NEW_REQUESTS = st.builds(
+    NewRequest,
     st.integers(1, 5_000),
     st.integers(0, 2_000),
     st.lists(st.integers(0, 5_000), min_size=REPLICAS, max_size=REPLICAS).map(tuple),
 )
 
 
-def give(router: Router, request: Any, ask: Ask, done: list[int] | None = None) -> int:
-    """To the replica that is chosen."""
-    prompt_lens = [max(ask.prompt_len - spared, 1) for spared in ask.spared]
+def route(router: Router, request: Any, new: NewRequest, done: list[int] | None = None) -> int:
+    """Route a request; return the chosen replica."""
+    prompt_lens = [max(new.prompt_len - cached, 1) for cached in new.cached]
     replica = router.choose(prompt_lens, done or [0] * REPLICAS)
-    router.take(request, replica, prompt_len=prompt_lens[replica], most_output=ask.most_output)
+    router.take(request, replica, prompt_len=prompt_lens[replica], most_output=new.most_output)
     return replica
 
 
@@ -42,34 +42,34 @@ def loads(router: Router) -> list[int]:
     return router.loads([0] * REPLICAS)
 
 
-def test_requests_go_where_fewest_tokens_are_ahead():
+def test_request_goes_to_the_replica_with_the_fewest_tokens_ahead():
     router = Router(REPLICAS)
-    assert [give(router, i, Ask(100 - i)) for i in range(REPLICAS)] == list(range(REPLICAS))
-    assert give(router, "a", Ask(10)) == 7  # the shortest one's
-    assert give(router, "b", Ask(10)) == 6
+    assert [route(router, i, NewRequest(100 - i)) for i in range(REPLICAS)] == list(range(REPLICAS))
+    assert route(router, "a", NewRequest(10)) == 7  # the replica with the shortest request
+    assert route(router, "b", NewRequest(10)) == 6
     assert loads(router) == [100, 99, 98, 97, 96, 95, 104, 103]
 
 
-def test_a_hit_counts_for_the_tokens_that_it_spares():
+def test_cached_tokens_reduce_the_load_of_a_request():
     router = Router(REPLICAS)
     hit = (0, 0, 64) + (0,) * 5
-    assert give(router, 0, Ask(100, spared=hit)) == 2
+    assert route(router, 0, NewRequest(100, cached=hit)) == 2
     assert loads(router)[2] == 36
-    assert give(router, 1, Ask(100, spared=hit)) == 2  # 36 + 36, and 100 elsewhere
-    assert give(router, 2, Ask(100, spared=hit)) == 0  # 72 + 36
-    assert give(router, 3, Ask(64, spared=hit)) == 1  # one token is always computed: 72 + 1
+    assert route(router, 1, NewRequest(100, cached=hit)) == 2  # 36 + 36, and 100 elsewhere
+    assert route(router, 2, NewRequest(100, cached=hit)) == 0  # 72 + 36
+    assert route(router, 3, NewRequest(64, cached=hit)) == 1  # one token is always computed: 72 + 1
 
 
-def test_ties_go_to_the_fewest_requests_then_to_the_first():
+def test_ties_go_to_the_fewest_requests_and_then_to_the_first_replica():
     router = Router(REPLICAS)
     for request in range(REPLICAS):
-        give(router, request, Ask(10))
+        route(router, request, NewRequest(10))
     router.end(3)
     router.end(5)
     router.take("a", 3, prompt_len=4, most_output=0)
     router.take("b", 3, prompt_len=6, most_output=0)
     router.take("c", 5, prompt_len=10, most_output=0)
-    assert give(router, "d", Ask(1)) == 0
+    assert route(router, "d", NewRequest(1)) == 0
     for replica, request in ((0, "e"), (1, "f"), (2, "g"), (4, "h")):
         router.take(request, replica, prompt_len=5, most_output=0)
     router.end(6)
@@ -78,10 +78,10 @@ def test_ties_go_to_the_fewest_requests_then_to_the_first():
     router.take("j", 6, prompt_len=5, most_output=0)
     router.take("k", 7, prompt_len=10, most_output=0)
     assert loads(router) == [16, 15, 15, 10, 15, 10, 10, 10]
-    assert give(router, "l", Ask(1)) == 5  # of 3, 5, 6 and 7: the first with one request
+    assert route(router, "l", NewRequest(1)) == 5  # of 3, 5, 6 and 7: the first with one request
 
 
-def test_what_running_requests_have_done_is_no_more_ahead():
+def test_progress_of_running_requests_reduces_the_load():
     router = Router(REPLICAS)
     router.take("a", 0, prompt_len=100, most_output=10)
     cost = 100 + 10 * GENERATED_COST
@@ -95,7 +95,7 @@ def test_what_running_requests_have_done_is_no_more_ahead():
     assert router.done("nobody's", 5, 5) == 0
 
 
-def test_outputs_are_expected_to_be_as_long_as_the_recent_ones():
+def test_expected_output_length_follows_recent_requests():
     router = Router(1)
     assert router.expected_output(10) == 10
     assert router.expected_output(10**6) == FIRST_GUESS
@@ -112,23 +112,24 @@ def test_outputs_are_expected_to_be_as_long_as_the_recent_ones():
     assert router.expected_output(10**6) >= 390
 
 
-@given(st.lists(ASKS, max_size=60))
+@given(st.lists(NEW_REQUESTS, max_size=60))
 @settings(max_examples=100, deadline=None)
-def test_no_replica_is_ahead_of_the_mean_by_more_than_one_request(asks):
+def test_replica_exceeds_the_mean_load_by_at_most_one_request(arrivals):
     router = Router(REPLICAS)
-    for request, ask in enumerate(asks):
-        give(router, request, ask)
+    for request, new in enumerate(arrivals):
+        route(router, request, new)
     greatest = max(
-        (a.prompt_len + GENERATED_COST * min(a.most_output, FIRST_GUESS) for a in asks), default=0
+        (a.prompt_len + GENERATED_COST * min(a.most_output, FIRST_GUESS) for a in arrivals),
+        default=0,
     )
     assert max(loads(router)) <= sum(loads(router)) / REPLICAS + greatest
 
 
-@given(st.lists(ASKS, max_size=40), st.data())
+@given(st.lists(NEW_REQUESTS, max_size=40), st.data())
 @settings(max_examples=100, deadline=None)
-def test_requests_that_have_ended_leave_no_trace(asks, data):
+def test_finished_requests_leave_no_load(arrivals, data):
     router = Router(REPLICAS)
-    placed = {request: give(router, request, ask) for request, ask in enumerate(asks)}
+    placed = {request: route(router, request, new) for request, new in enumerate(arrivals)}
     assert all(router.replica_of(request) == replica for request, replica in placed.items())
     for request in data.draw(st.permutations(list(placed))):
         before = loads(router)
@@ -137,24 +138,24 @@ def test_requests_that_have_ended_leave_no_trace(asks, data):
         changed = [i for i in range(REPLICAS) if loads(router)[i] != before[i]]
         assert changed in ([], [placed[request]])
     assert loads(router) == [0] * REPLICAS
-    assert give(router, "the next", Ask(1)) == 0
+    assert route(router, "the next", NewRequest(1)) == 0
 
 
 def length(rng: random.Random, middle: float, spread: float) -> int:
-    """From 1 to 2,000, of which few are long."""
+    """Draw a length from 1 to 2,000, of which few are long."""
     return min(2_000, max(1, int(rng.lognormvariate(middle, spread))))
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_uneven_prompts_given_out_at_once_are_evenly_spread(seed):
+def test_uneven_prompts_are_spread_evenly(seed):
     rng = random.Random(seed)
-    asks = [Ask(length(rng, 4, 1.5), 8) for _ in range(1_000)]
-    router, in_turn = Router(REPLICAS), [0] * REPLICAS
-    for request, ask in enumerate(asks):
-        give(router, request, ask)
-        in_turn[request % REPLICAS] += ask.prompt_len + 8 * GENERATED_COST
-    mean = sum(in_turn) / REPLICAS
-    assert max(loads(router)) < 1.07 * mean < max(in_turn)
+    arrivals = [NewRequest(length(rng, 4, 1.5), 8) for _ in range(1_000)]
+    router, round_robin = Router(REPLICAS), [0] * REPLICAS
+    for request, new in enumerate(arrivals):
+        route(router, request, new)
+        round_robin[request % REPLICAS] += new.prompt_len + 8 * GENERATED_COST
+    mean = sum(round_robin) / REPLICAS
+    assert max(loads(router)) < 1.07 * mean < max(round_robin)
 
 
 class Running:
@@ -163,13 +164,15 @@ class Running:
     def __init__(self, arrival: int, prompt_len: int, output_len: int):
         self.arrival = arrival
         self.num_remaining = prompt_len
-        self.output_len = output_len  # which nobody knows
+        self.output_len = output_len  # unknown to the router
         self.num_output = 0
 
 
-def simulate(seed: int, *, in_turn: bool, num_steps: int = 1_000) -> list[int]:
-    """Steps from arrival to end of each request that ended, on replicas of 64 rows and 64 tokens
-    a step, near the traffic that they can bear."""
+def simulate(seed: int, *, round_robin: bool, num_steps: int = 1_000) -> list[int]:
+    """Return the steps from arrival to end of each finished request.
+
+    Replicas process 64 rows and 64 tokens per step; the traffic is close to their capacity.
+    """
     rng = random.Random(seed)
     router = Router(REPLICAS)
     replicas: list[list[Running]] = [[] for _ in range(REPLICAS)]
@@ -182,7 +185,7 @@ def simulate(seed: int, *, in_turn: bool, num_steps: int = 1_000) -> list[int]:
                 for replica in replicas
             ]
             chosen = router.choose([request.num_remaining] * REPLICAS, progress)
-            if in_turn:
+            if round_robin:
                 chosen = num_added % REPLICAS
             router.take(request, chosen, prompt_len=request.num_remaining, most_output=2_000)
             replicas[chosen].append(request)
@@ -196,7 +199,7 @@ def simulate(seed: int, *, in_turn: bool, num_steps: int = 1_000) -> list[int]:
 
 
 def one_step(replica: list[Running]) -> list[Running]:
-    """Decodes first, then prompts while tokens last; those that have ended."""
+    """Run decodes, then prompts within the token budget; return the finished requests."""
     budget = 64
     for request in replica[:64]:
         if not request.num_remaining and budget:
@@ -215,8 +218,8 @@ def test_routed_requests_take_fewer_steps_than_round_robin():
     mean = lambda values: sum(values) / len(values)
     ratios = []
     for seed in range(8):
-        routed, in_turn = simulate(seed, in_turn=False), simulate(seed, in_turn=True)
-        assert len(routed) >= len(in_turn) > 1_000
-        ratios.append(mean(routed) / mean(in_turn))
+        routed, round_robin = simulate(seed, round_robin=False), simulate(seed, round_robin=True)
+        assert len(routed) >= len(round_robin) > 1_000
+        ratios.append(mean(routed) / mean(round_robin))
     assert max(ratios) < 0.9 and mean(ratios) < 0.85, ratios
     assert ratios[0] < 0.85

@@ -1,4 +1,4 @@
-"""From logical axes to devices: the table, what it refuses, and what a model becomes by it."""
+"""The rules that map logical axes to devices, their errors, and the sharded model they yield."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def model_of(model_type: str, num_layers: int = 4, **changes: Any) -> Functional
     return FunctionalModel(family, family.config_from_hf(config, {}), Numerics())
 
 
-def test_axes_of_length_one_split_nothing():
+def test_axes_of_size_one_do_not_shard():
     layout = Layout.of({"tensor": 4})
     assert layout.axes("heads") == ("tensor",)
     assert layout.axes("experts") == ()
@@ -40,7 +40,7 @@ def test_axes_of_length_one_split_nothing():
     assert layout.spec(("model", "ffn")) == PartitionSpec(None, ("tensor",))
 
 
-def test_the_vocabulary_is_split_over_stages_too():
+def test_vocabulary_is_also_sharded_over_stages():
     layout = Layout.of({"pipe": 2, "expert": 2, "tensor": 2})
     assert layout.axes("vocab") == ("pipe", "expert", "tensor")
     assert layout.parts("vocab") == 8
@@ -51,12 +51,12 @@ def test_two_dimensions_over_one_axis_are_refused():
         Layout.of({"tensor": 2}).spec(("heads", "ffn"))
 
 
-def test_an_axis_without_a_rule_is_named_with_those_that_have_one():
+def test_axis_without_a_rule_is_refused_with_the_known_axes():
     with pytest.raises(MeshError, match=r"'colour'; there are .*heads"):
         Layout.of({"tensor": 2}).axes("colour")
 
 
-def test_what_does_not_divide_is_named_with_what_would():
+def test_indivisible_dimension_is_refused_with_possible_sizes():
     layout = Layout.of({"tensor": 4})
     with pytest.raises(MeshError) as refused:
         layout.local((18, 30), ("model", "ffn"), "the MLP")
@@ -65,19 +65,19 @@ def test_what_does_not_divide_is_named_with_what_would():
     assert "1, 2, 3, 5, 6, 10, 15, 30" in text and "mesh.whole = ['ffn']" in text
 
 
-def test_whole_axes_are_whole_and_others_cannot_be():
+def test_only_known_axes_can_be_kept_whole():
     layout = Layout.of({"tensor": 4}, whole=frozenset({"ffn"}))
     assert layout.local((30,), ("ffn",)) == (30,)
     with pytest.raises(MeshError, match=r"whole names stage; it can name vocab"):
         Layout.of({"pipe": 2}, whole=frozenset({"stage"}))
 
 
-def test_a_mesh_that_does_not_match_the_devices_says_what_would():
+def test_mesh_that_does_not_match_the_devices_is_refused():
     with pytest.raises(MeshError, match=r"8 devices \(pipe 2 x tensor 4\), but there are 6"):
         device_groups({"pipe": 2, "tensor": 4}, [object()] * 6)
 
 
-def test_sums_and_options_of_a_config():
+def test_layout_follows_the_mesh_config():
     mesh = MeshConfig(data=2, tensor=4, all_reduce="int8", whole=("vocab",))
     assert mesh.num_devices == 8
     layout = layout_of(mesh)
@@ -90,8 +90,8 @@ def test_sums_and_options_of_a_config():
 @pytest.mark.parametrize(
     ("parts", "expected"), [(1, 2), (2, 2), (4, 4), (8, 8), (3, 6), (6, 6), (12, 12)]
 )
-def test_kv_heads_fewer_than_parts_are_repeated(parts, expected):
-    """Two for 12 heads: each part's heads, in runs that read one of the two, get one a run."""
+def test_kv_heads_are_repeated_if_shards_outnumber_them(parts, expected):
+    """With 2 KV heads for 12 heads, each run of a shard's heads with one KV head gets a copy."""
     if 12 % parts:
         return
     model = model_of("llama", num_attention_heads=12, hidden_size=48, intermediate_size=48,
@@ -103,13 +103,13 @@ def test_kv_heads_fewer_than_parts_are_repeated(parts, expected):
     assert by_path["blocks.0.attention.k.weight"].dims[1] == expected
 
 
-def test_latent_pages_are_whole():
+def test_latent_pages_are_replicated():
     found = sharded(mesh_bench.model_of("deepseek_v3", 2), tensor=8)
     assert found.cache.num_kv_heads == 1
     assert found.page_spec[0] == PartitionSpec(None, None, None, None)
 
 
-def test_stages_stack_their_layers():
+def test_stages_stack_layers():
     found = sharded(model_of("llama", 6, vocab_size=144), pipe=3)
     by_path = dict(zip([p.path for p in found.parameters], found.sources, strict=True))
     assert by_path["blocks.1.mlp.down.weight"].paths == tuple(
@@ -125,11 +125,11 @@ def test_layers_that_stages_do_not_divide_are_refused():
 
 
 @pytest.mark.parametrize("n", [1, 2, 36, 49, 50257])
-def test_divisors_are_all_that_leave_no_rest(n):
+def test_divisors_are_complete(n):
     assert divisors(n) == [d for d in range(1, n + 1) if n % d == 0]
 
 
-def test_stages_that_differ_are_refused():
+def test_stages_with_different_layers_are_refused():
     windows = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 3}
     model = model_of("gemma2", 6, head_dim=8, vocab_size=144, **windows)
     with pytest.raises(
@@ -139,7 +139,7 @@ def test_stages_that_differ_are_refused():
     assert sharded(model, pipe=3).num_stages == 3
 
 
-def test_a_model_that_does_not_divide_is_a_config_error_before_any_weight():
+def test_indivisible_model_is_refused_before_weights_are_loaded():
     model = model_of("llama", vocab_size=161)
     with pytest.raises(ConfigError, match="devices"):
         sharded_for(model, EngineConfig(mesh=MeshConfig(tensor=4096)))
@@ -149,7 +149,7 @@ def test_a_model_that_does_not_divide_is_a_config_error_before_any_weight():
         sharded_for(model, EngineConfig(mesh=MeshConfig(data=2)))
 
 
-def test_a_batch_invariant_model_sums_in_order_and_its_sequences_are_whole():
+def test_batch_invariant_model_sums_in_order_without_split_sequences():
     model = model_of("llama")
     for mesh in ({"tensor": 8, "overlap": True}, {"expert": 2, "tensor": 2}, {"pipe": 4}):
         from_mapping({"mesh": mesh, "batch_invariant": True})
@@ -161,7 +161,7 @@ def test_a_batch_invariant_model_sums_in_order_and_its_sequences_are_whole():
         from_mapping({"mesh": {"seq": 2}, "batch_invariant": True})
 
 
-def test_a_mesh_that_leaves_devices_out_or_wants_more_is_told_how_to_get_them():
+def test_mesh_with_too_few_or_too_many_devices_is_refused_with_advice():
     few, many = [object()] * 2, [object()] * 8
     with pytest.raises(MeshError, match=r"has 4 devices \(tensor 4\), but there are 2: .*cpu_dev"):
         device_groups({"tensor": 4}, few)
@@ -169,12 +169,12 @@ def test_a_mesh_that_leaves_devices_out_or_wants_more_is_told_how_to_get_them():
         device_groups({"tensor": 4}, many)
 
 
-def test_heads_are_kept_whole_with_their_kv_heads():
+def test_heads_and_kv_heads_must_be_kept_whole_together():
     with pytest.raises(MeshError, match=r"mesh.whole = \['heads', 'kv_heads'\]"):
         Layout.of({"tensor": 2}).local((9,), ("heads",))
 
 
-def test_pages_that_do_not_divide_are_refused_before_any_weight():
+def test_indivisible_pages_are_refused_before_weights_are_loaded():
     config = EngineConfig(mesh=MeshConfig(seq=8), cache=CacheConfig(page_size=4))
     with pytest.raises(ConfigError, match=r"cache.page_size is 4, which mesh.seq 8 does not"):
         sharded_for(model_of("llama"), config)
@@ -194,7 +194,7 @@ def test_pages_that_do_not_divide_are_refused_before_any_weight():
         ({"quantize": "int8", "scheduler": {"max_num_batched_tokens": 1024}}, "cpu", None),
     ],
 )
-def test_an_overlap_of_nothing_is_refused(monkeypatch, options, platform, words):
+def test_overlap_without_effect_is_refused(monkeypatch, options, platform, words):
     monkeypatch.setattr(products, "platform", lambda: platform)
     config = from_mapping({"mesh": {"tensor": 2, "overlap": True}, **options})
     if words is None:
@@ -204,12 +204,12 @@ def test_an_overlap_of_nothing_is_refused(monkeypatch, options, platform, words)
             check_overlap(config, layout_of(config.mesh))
 
 
-def test_overlap_is_refused_where_activations_are_quantized():
+def test_overlap_with_quantized_activations_is_refused():
     with pytest.raises(ConfigError, match=r"mesh.overlap is true and quantize 'int8_w8a8'"):
         from_mapping({"mesh": {"tensor": 2, "overlap": True}, "quantize": "int8_w8a8"})
 
 
-def test_options_are_checked_where_there_is_nothing_to_split():
+def test_mesh_options_are_checked_without_sharding():
     with pytest.raises(MeshError, match="whole names colours"):
         layout_of(MeshConfig(whole=("colours",)))
     with pytest.raises(MeshError, match="choose one of the two"):

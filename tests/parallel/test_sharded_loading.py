@@ -1,4 +1,4 @@
-"""Weights straight onto a mesh: every device holds its own part, of every kind of checkpoint."""
+"""Loading onto a mesh gives every device its shard of the weights, for every kind of checkpoint."""
 
 from __future__ import annotations
 
@@ -26,70 +26,72 @@ HOW = ("float", "int8", "int4", "w8a8", "packed")
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict[str, Any]:
-    """What a process with eight devices found; see tests/support/sharded_loading_child.py."""
+    """The results of a process with eight devices (tests/support/sharded_loading_child.py)."""
     return findings(SCRIPT, str(tmp_path_factory.mktemp("eight")))
 
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_each_device_holds_its_part_of_the_weights_of_one(family, mesh, how, found):
+def test_each_device_loads_its_shard_of_the_weights(family, mesh, how, found):
     result = found["loaded"][family][f"{mesh} {how}"]
     assert result["wrong"] == []
-    # GPT-2 stores matrices inputs first, and no GGUF type is so: its embedding alone is packed.
+    # GPT-2 stores matrices with inputs first, unlike any GGUF type, so only embeddings are packed.
     assert result["quantized"] >= (0 if how == "float" else 1 if family == "gpt2" else 6)
 
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_weights_that_are_there_are_placed_alike(family, mesh, how, found):
+def test_loaded_weights_are_placed_in_the_same_shards(family, mesh, how, found):
     assert found["loaded"][family][f"{mesh} {how}"]["placed"] == []
 
 
-def test_inputs_in_an_order_of_their_own_are_dequantized_where_they_are_split(found):
+def test_sharded_inputs_with_an_activation_order_are_dequantized(found):
     split = ["blocks.0.attention.o.weight", "blocks.0.mlp.down.weight"]
     assert found["act-order"] == {"dense": split, "wrong": []}
 
 
-def test_stages_that_are_stored_unlike_are_dequantized_and_named(found):
+def test_stages_with_different_stored_types_are_dequantized_and_logged(found):
     assert found["unlike"]["dense"] == ["blocks.0.mlp.down.weight", "blocks.0.mlp.gate_up"]
     assert found["unlike"]["wrong"] == []
     line = next(line for line in found["unlike"]["lines"] if line.startswith("weights:"))
     assert "dequantized: blocks.0.mlp.down.weight and 1 more, because its stages are" in line
 
 
-def test_random_weights_are_those_of_one_device(found):
+def test_random_weights_equal_those_of_one_device(found):
     assert found["drawn"] == []
 
 
 @pytest.mark.parametrize("how", ["float", "int8", "int4", "dequantized"])
-def test_a_converted_checkpoint_is_restored_onto_any_mesh(how, found):
+def test_converted_checkpoint_is_restored_onto_any_mesh(how, found):
     assert found["restored"][how] == []
     assert found["restored"]["quantized"] == 0
 
 
 def test_each_part_of_a_converted_checkpoint_is_read_once(found):
-    assert 1 <= found["restored"]["float read"] < 1.5  # 8 if each device read the whole
+    assert 1 <= found["restored"]["float read"] < 1.5  # 8 if each device read the whole file
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux' /proc")
 @pytest.mark.parametrize("name", ["rows", "columns", "stage", "heads"])
-def test_a_device_touches_its_own_part_of_the_file(name, found):
-    # A system maps a file's pages in runs, so somewhat more than its own.
+def test_device_reads_only_its_part_of_the_file(name, found):
+    # The system maps the pages of a file in runs, so somewhat more than the shard is resident.
     assert 1 <= found["touched"][name] < 2
 
 
-def test_stacked_tensors_are_cut_between_them_and_replicas_are_whole(found):
+def test_stacked_tensors_are_sharded_or_replicated(found):
     assert found["items"] == {"cut": True, "whole": True}
 
 
-def test_a_checkpoint_is_opened_onto_the_configs_mesh(found):
+def test_checkpoint_is_loaded_onto_the_mesh_of_the_config(found):
     assert found["opened"]["wrong"] == []
-    assert found["opened"]["pipe-tensor"].startswith("CheckpointError: ")  # it was read, and is bad
+    assert found["opened"]["pipe-tensor"].startswith(
+        "CheckpointError: "
+    )  # the tensors were read, and contain NaN
 
 
-def test_a_mesh_that_does_not_fit_is_refused_before_anything_is_read(found):
+def test_mesh_that_does_not_fit_is_refused_before_tensors_are_read(found):
     assert found["opened"]["pipe"] == (
         "ConfigError: the model has 2 layers, which pipe 8 does not divide; possible sizes: 1, 2"
     )
@@ -102,7 +104,7 @@ def matrix(bits: int, D: int, group: int | None) -> Any:
 
 
 def numbers(weight: QuantArray) -> np.ndarray:
-    """What it stands for, by the definition (`kernels/quantized_matmul/quant_array.py`)."""
+    """Dequantize by the definition in `kernels/quantized_matmul/quant_array.py`."""
     values: Any = unpack(weight.values, weight.pack_rows) if weight.bits == 4 else weight.values
     again = lambda a: np.repeat(a.astype(np.float32), weight.group_size, axis=0)
     zeros = weight.middle if weight.zeros is None else again(weight.zeros)

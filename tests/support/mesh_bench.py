@@ -55,12 +55,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 2.5,
     },
 }
-SENDS = "mixtral"  # rows to their experts, which steps this small would not do by themselves
+SENDS = "mixtral"  # the family that is made to dispatch rows, although its steps are small
 WITH_EXPERTS = ("mixtral", "deepseek_v3")
 
 
 class Calls:
-    """How often a function of a module is called, while programs are made."""
+    """Counts the calls of a function of a module while programs are traced."""
 
     def __init__(self, module: Any, name: str):
         self.count = 0
@@ -73,7 +73,7 @@ class Calls:
 
 
 def meshes(family: str) -> Iterator[dict[str, int]]:
-    """Every mesh of eight devices that applies: one without experts has no use for `expert`."""
+    """Yield every mesh of eight devices; `expert` is 1 for families without experts."""
     for sizes in itertools.product((1, 2, 4, 8), repeat=len(AXES)):
         mesh = dict(zip(AXES, sizes, strict=True))
         product = mesh["data"] * mesh["pipe"] * mesh["seq"] * mesh["expert"] * mesh["tensor"]
@@ -86,7 +86,7 @@ def format_mesh(mesh: dict[str, int]) -> str:
 
 
 def layers_for(mesh: dict[str, int]) -> int:
-    """As few as its stages allow: compiling takes most of the time."""
+    """Return the fewest layers that the stages allow, because compilation is slow."""
     return max(2, mesh.get("pipe", 1))
 
 
@@ -98,7 +98,7 @@ def model_of(family: str, num_layers: int) -> FunctionalModel:
 
 
 def config_for(mesh: dict[str, int], **changes: Any) -> EngineConfig:
-    """A pool too small for all requests at once, so that some are preempted; one bucket."""
+    """Make a config with one bucket and too few pages for all requests, so some are preempted."""
     keys = {
         "mesh": mesh,
         "cache": {"page_size": 8, "num_pages": 9},
@@ -111,7 +111,7 @@ def config_for(mesh: dict[str, int], **changes: Any) -> EngineConfig:
 
 
 def requests(num: int = 8) -> list[tuple[list[int], SamplingParams]]:
-    """Prompts that share prefixes and are longer than a step; greedy and seeded."""
+    """Make greedy and seeded requests whose prompts share prefixes and are longer than a step."""
     rng = random.Random(0)
     prefix = [rng.randrange(1, VOCAB_SIZE) for _ in range(24)]
     kinds = [
@@ -129,12 +129,12 @@ def requests(num: int = 8) -> list[tuple[list[int], SamplingParams]]:
 
 
 def run(engine: Any, work: list[tuple[list[int], SamplingParams]]) -> list[list[int]]:
-    """The tokens of `served` requests."""
+    """Run requests as `served` does; return their tokens."""
     return [request.output_token_ids for request in served(engine, work)]
 
 
 def served(engine: Any, work: list[tuple[list[int], SamplingParams]]) -> list[Any]:
-    """All samples of requests that arrive one a step, when they have ended."""
+    """Run requests that arrive one per step; return all samples when they have finished."""
     waiting, added = list(work), []
     while waiting or engine.has_requests:
         if waiting:

@@ -1,6 +1,6 @@
-"""Run by tests/parallel/test_mesh_features.py in a process with four CPU devices: prints JSON.
+"""Run the same requests with each engine feature on a mesh of four CPU devices and on one device.
 
-What each feature of the engine yields on a mesh, and on one device, for the same requests.
+The results are printed as JSON for tests/parallel/test_mesh_features.py.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ NUM_LAYERS = 1
 
 
 class Feature(NamedTuple):
-    """Options of an engine, of which `mesh` stands for what one device does without."""
+    """Options of an engine; the engine on one device has all of them except `mesh`."""
 
     mesh: dict[str, Any]
     options: Mapping[str, Any] = MappingProxyType({})
     family: str = "llama"
 
 
-FEATURES = {  # some together: programs of their own, a few seconds each, are what this waits for
+FEATURES = {  # some are combined, because compiling each engine takes a few seconds
     "split heads": Feature({"tensor": 4}),
     "split sequences": Feature({"seq": 4}),
     "overlap, whole vocabulary": Feature({"tensor": 4, "overlap": True, "whole": ["vocab"]}),
@@ -56,8 +56,8 @@ def model_of(family: str) -> tuple[FunctionalModel, Weights]:
 
 
 def requests() -> list[tuple[list[int], SamplingParams]]:
-    """One for each of what can be asked of a request that the mesh has parts of."""
-    asked: list[tuple[list[int], dict[str, Any]]] = [
+    """Make requests that use every sampling feature with state that the mesh shards."""
+    prompts: list[tuple[list[int], dict[str, Any]]] = [
         (list(range(1, 30)), {"temperature": 0, "logprobs": 3}),
         ([*range(1, 29), 70], {"temperature": 0, "prompt_logprobs": 2}),
         ([5, 5, 5], {"frequency_penalty": 1.5, "presence_penalty": 0.5, "n": 2, "logprobs": 0}),
@@ -67,12 +67,12 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
     ]
     return [
         (prompt, SamplingParams(max_tokens=6, seed=1, ignore_eos=True, **params))
-        for prompt, params in asked
+        for prompt, params in prompts
     ]
 
 
 def run(engine: Any, work: list[tuple[list[int], SamplingParams]]) -> dict[str, Any]:
-    """Tokens, and log-probabilities by the token, in the order of positions."""
+    """Return the tokens and, in order of position, pairs of a token and its logprob."""
     added, logprobs = mesh_bench.served(engine, work), []
     for request in added:
         entries = [
@@ -87,7 +87,7 @@ def run(engine: Any, work: list[tuple[list[int], SamplingParams]]) -> dict[str, 
 def outcome(
     feature: Feature, mesh: dict[str, Any], calls: dict[str, mesh_bench.Calls]
 ) -> dict[str, Any]:
-    """What `run` yields, twice: of all requests, and of the first one alone; and what was used."""
+    """Run all requests, then the first one alone; also report which features were used."""
     cache = {"page_size": 8, "num_pages": 24} | feature.options.get("cache", {})
     config = mesh_bench.config_for(mesh, **{**feature.options, "cache": cache})
     model, weights = model_of(feature.family)
@@ -112,7 +112,7 @@ def outcome(
 
 def main() -> None:
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
-    zigzag.MAX_UNSPLIT_TOKENS = 4  # else steps of 16 tokens would not be cut: no ring
+    zigzag.MAX_UNSPLIT_TOKENS = 4  # so that steps of 16 tokens use ring attention
     calls = {
         "shift": mesh_bench.Calls(ring, "shift"),
         "overlapped_product": mesh_bench.Calls(products, "overlapped_product"),

@@ -1,7 +1,6 @@
-"""Run by tests/parallel/test_pipeline.py in a process with four CPU devices: a pipeline of four
-stages.
+"""Run a pipeline of four stages on four CPU devices; print the results as JSON.
 
-python tests/support/pipeline_child.py
+Used by tests/parallel/test_pipeline.py: `python tests/support/pipeline_child.py`.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ def engine_of(model: Any, weights: Any, **changes: Any) -> Engine:
 
 
 def numbered_ticks(engine: Engine) -> list[list[int | None]]:
-    """Of each call, the number of the micro-batch that each stage worked on, until all is done."""
+    """Return, for each tick until all requests are done, the micro-batch number at each stage."""
     numbers: dict[int, int] = {}
-    kept, trace = [], []  # plans are kept, so that no other gets one's id
+    kept, trace = [], []  # plans are kept so that their ids are not reused
     dispatch = engine.runner.dispatch
 
     def watched(plan):
@@ -66,7 +65,7 @@ def ticks_of_decodes(model, weights) -> list[list[int | None]]:
 
 
 def with_everything() -> list[tuple[list[int], SamplingParams]]:
-    """Requests whose answers are more than tokens."""
+    """Make requests with logprobs, penalties and min_tokens."""
     common = {"max_tokens": 8, "ignore_eos": True}
     return [
         (list(range(1, 30)), SamplingParams(temperature=0, logprobs=2, **common)),
@@ -91,7 +90,7 @@ def reports(engine: Engine) -> Any:
 
 
 def after_aborts(engine: Engine) -> Any:
-    """Slots of requests that were aborted under way are taken by others, with penalties."""
+    """Abort requests in flight whose slots other requests with penalties then take."""
     for i in range(3):
         [gone] = engine.add([9 + i] * 12, SamplingParams(max_tokens=20, frequency_penalty=1.0))
         for _ in range(3 + i):

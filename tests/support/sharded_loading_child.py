@@ -107,7 +107,7 @@ def sharded(model: FunctionalModel, sizes: Mapping[str, int]) -> ShardedModel:
 
 
 def stored_arrays(model: FunctionalModel) -> dict[str, np.ndarray]:
-    """Tensors of the names and shapes that the family's table wants."""
+    """Make tensors with the names and shapes of the family's weight table."""
     table, shapes = model.family.hf_weights(model.config), {}
     for spec in model.parameters:
         names, transform = table.lookup(spec.path, spec.dims)
@@ -120,7 +120,7 @@ def stored_arrays(model: FunctionalModel) -> dict[str, np.ndarray]:
 def checkpoint_of(
     arrays: Mapping[str, np.ndarray], packed: Callable[[str], str | None] = lambda name: None
 ) -> Checkpoint:
-    """In memory; matrices are stored in the blocks of a GGUF type where `packed` names one."""
+    """Make a checkpoint in memory; `packed` gives the GGUF type of a matrix, or None."""
     tensors = {}
     for name, values in arrays.items():
         kind = packed(name) if values.ndim == 2 else None
@@ -136,7 +136,7 @@ def checkpoint_of(
 
 
 def numbers(weight: Any, spec: ParameterSpec) -> np.ndarray:
-    """What a parameter of NumPy arrays stands for, in the axes of `spec.shape`."""
+    """Dequantize a parameter of NumPy arrays, in the axes of `spec.shape`."""
     if isinstance(weight, QuantPair):
         axis = spec.axes.index("half")
         return np.stack([numbers(half, spec) for half in (weight.gate, weight.up)], axis)
@@ -144,7 +144,7 @@ def numbers(weight: Any, spec: ParameterSpec) -> np.ndarray:
         matrix = numbers(weight.weight, spec)
         if weight.order is None:
             return matrix
-        assert matrix.shape[-2] == weight.order.shape[-1]  # of all inputs: they are not split
+        assert matrix.shape[-2] == weight.order.shape[-1]  # the inputs are not sharded
         inverse = np.argsort(weight.order, axis=-1)[..., None]
         return np.take_along_axis(matrix, inverse, axis=-2)
     if not isinstance(weight, QuantArray):
@@ -158,7 +158,7 @@ def numbers(weight: Any, spec: ParameterSpec) -> np.ndarray:
 
 
 def wrong_parts(model: ShardedModel, weights: Any, whole: Any) -> list[str]:
-    """The parameters of which a device holds another part than its own."""
+    """List the parameters of which some device has a wrong shard."""
     given = {s.path: (s, w) for s, w in zip(model.model.parameters, whole, strict=True)}
     wrong = []
     for spec, source, weight in zip(model.parameters, model.sources, weights, strict=True):
@@ -181,7 +181,7 @@ def wrong_parts(model: ShardedModel, weights: Any, whole: Any) -> list[str]:
 
 
 def own_part(model: ShardedModel, weight: Any, place: tuple[int, ...]) -> Any:
-    """What one device holds, in NumPy arrays."""
+    """Return the shard of one device as NumPy arrays."""
     device = model.mesh.devices[place]  # type: ignore[union-attr]
     of_device = lambda a: next(s.data for s in a.addressable_shards if s.device == device)
     return jax.tree.map(lambda a: np.asarray(of_device(a)), weight)
@@ -190,7 +190,7 @@ def own_part(model: ShardedModel, weight: Any, place: tuple[int, ...]) -> Any:
 def slice_values(
     model: ShardedModel, values: np.ndarray, spec: ParameterSpec, place: tuple[int, ...]
 ) -> np.ndarray:
-    """The part of one device: of each axis the run that its place along the mesh axes says."""
+    """Return the shard of the device at `place`, which selects a slice along every axis."""
     at = dict(zip(model.mesh.axis_names, place, strict=True))  # type: ignore[union-attr]
     for axis, logical in enumerate(spec.array_axes):
         parts, rank = 1, 0
@@ -201,7 +201,7 @@ def slice_values(
 
 
 def loaded(family: str) -> dict[str, Any]:
-    """Wrong parameters by mesh and way of loading; and how many arrays are quantized."""
+    """List wrong parameters, and count quantized arrays, for each mesh and kind of loading."""
     model = model_of(family)
     arrays = stored_arrays(model)
     checkpoints = {
@@ -225,7 +225,7 @@ def loaded(family: str) -> dict[str, Any]:
 
 
 def with_act_order() -> dict[str, Any]:
-    """Inputs in an order of their own: where the mesh splits them, the weight is dequantized."""
+    """Load weights with an activation order; a weight with sharded inputs is dequantized."""
     model, rng = model_of("llama"), np.random.default_rng(0)
     checkpoint = checkpoint_of(stored_arrays(model), lambda name: "Q4_0")
     tensors = {}
@@ -251,7 +251,7 @@ def with_act_order() -> dict[str, Any]:
 
 
 def stages_unlike() -> dict[str, Any]:
-    """Two layers stored in different types: what is stacked of them is dequantized, and named."""
+    """Load two layers stored in different types; stacked weights are dequantized and logged."""
     model = model_of("llama")
     kind = lambda name: "Q8_0" if ".1.mlp." in name else "Q4_0"
     checkpoint = checkpoint_of(stored_arrays(model), kind)
@@ -271,7 +271,7 @@ def stages_unlike() -> dict[str, Any]:
 
 
 def drawn() -> list[str]:
-    """Of random weights."""
+    """List the wrong parameters of random weights."""
     model = model_of("llama")
     on_mesh = sharded(model, MESHES[1])
     wrong = wrong_parts(on_mesh, random_weights(on_mesh, 3), random_weights(model, 3))
@@ -280,8 +280,11 @@ def drawn() -> list[str]:
 
 
 def restored(folder: Path) -> dict[str, Any]:
-    """Converted on one device, restored on meshes: wrong parts, and file bytes read by those of the
-    weights, for matrices of several chunks."""
+    """Convert on one device and restore on meshes.
+
+    Returns wrong parameters, and the bytes read relative to those of the weights, for matrices of
+    several chunks.
+    """
     wide = TinyLlama(hidden_size=64, intermediate_size=32_768, num_heads=8, num_kv_heads=2)
     found: dict[str, Any] = {}
     for how, form, sizes in (
@@ -312,7 +315,7 @@ def file_bytes_read() -> int:
 
 
 def resident_of(path: Path) -> int:
-    """Bytes of a file that this process has mapped and touched."""
+    """Return the resident bytes of a file that this process has mapped."""
     total, is_ours = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if "-" in line.split()[0]:
@@ -323,8 +326,11 @@ def resident_of(path: Path) -> int:
 
 
 def touched(folder: Path) -> dict[str, float]:
-    """Bytes of a file touched for one device's part, by the bytes it needs: of the rows or columns
-    of a matrix, of the second of two stages, and of one of two KV heads that eight devices have."""
+    """Return the resident bytes of a file relative to the bytes that one device needs.
+
+    The device needs rows or columns of a matrix, the second of two stages, or one of two KV heads
+    that eight devices share.
+    """
     F, D = 8192, 512
     values = np.arange(F * D, dtype=np.float32).reshape(F, D)  # stored outputs first
     quarter, found = (F // 4, F // 2), {}
@@ -350,7 +356,7 @@ def touched(folder: Path) -> dict[str, float]:
 
 
 def items() -> dict[str, bool]:
-    """Of a parameter with a tensor for each item of its first axis, cut between them or whole."""
+    """Place a parameter with one tensor per item of its first axis, sharded or replicated."""
     found, mesh = {}, device_groups(MESHES[0])[0]
     spec = ParameterSpec("w", (16, 3), FLOAT32, (16, 3), ("experts", "model"))
     pieces = [Piece(str(i), (i,), lambda i=i: np.full(3, i)) for i in range(16)]
@@ -361,8 +367,10 @@ def items() -> dict[str, bool]:
 
 
 def opened(folder: Path) -> dict[str, Any]:
-    """A checkpoint by its name: what devices hold of it, and what is said of meshes that do not fit
-    it, though its tensors are not there to be read."""
+    """Load a checkpoint from its path: list wrong shards, and the errors of meshes that do not fit.
+
+    The tensors contain NaN in the latter case, so reading them would be another error.
+    """
     form = TinyLlama(num_heads=8, num_kv_heads=2)
     source = write_checkpoint(form, folder / "tiny")
     keys = {"cache": {"num_pages": 4, "page_size": 16}, "warm_up": False}
