@@ -1,5 +1,5 @@
 # make run            a real model answers (PROMPT="..." for another question)
-# make test           lint, types, and the tests: one case of each matrix that repeats a law
+# make test           lint, types, and the tests: one case of each matrix
 # make test-all       the same with every case of every matrix
 # make serve          the demo model behind HTTP on port 8000 and gRPC on 9000, with a page to talk to
 # make compile-check  every kernel and preset, by the real TPU and GPU compilers, on this CPU

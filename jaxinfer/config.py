@@ -99,7 +99,7 @@ class EngineConfig:
     min_bucket: int = at_least(1, 1)  # smallest number of tokens a step is compiled for
     bucket_growth: int = at_least(2, 2)  # the next bucket is so many times larger
     warm_up: bool = True  # compile every bucket before the first request
-    check_every_step: bool = False  # assert the page and slot laws after each step
+    check_every_step: bool = False  # assert the page and slot invariants after each step
     attention_backend: str | None = None  # force a kernel backend by name; None: the best that fits
 
     def __post_init__(self):

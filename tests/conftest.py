@@ -91,7 +91,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         num_left_out = config.stash.get(WORKERS_LEFT_OUT, 0)
     if num_left_out:
         terminalreporter.write_line(
-            f"left out: {num_left_out:,} cases, of matrices that repeat a law and of long tests "
+            f"left out: {num_left_out:,} cases, of matrices that repeat a check and of long tests "
             "that CI runs (make test-all, or --matrix=all, runs every case)"
         )
 

@@ -142,7 +142,7 @@ class PagePool:
         self._by_key.clear()
 
     def check(self) -> None:
-        """Assert the pool's laws; O(pages)."""
+        """Assert the pool's invariants; O(pages)."""
         free, idle = set(self._free), set(self._idle)
         owned = {page for page, count in enumerate(self._references) if count > 0}
         assert len(free) == len(self._free), "a page is free twice"

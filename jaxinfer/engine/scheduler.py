@@ -170,7 +170,7 @@ class Scheduler:
             self.pool.register(request.pages[index], key, token_ids)
 
     def check(self) -> None:
-        """Assert the laws that tie requests, slots and pages together."""
+        """Assert the invariants that relate requests, slots and pages."""
         self.pool.check()
         num_owners: dict[int, int] = {}
         for request in self.running:

@@ -18,9 +18,9 @@ from jaxinfer.text.tokenizer import Tokenizer
 class IncrementalDetokenizer:
     """Text deltas of a growing sequence of tokens.
 
-    Law: the concatenation of all deltas, `finish()` included, equals `tokenizer.decode` of all
-    pushed ids. A delta never ends inside a character: the bytes of one that is not complete yet
-    (at most three) wait for the next token.
+    The concatenation of all deltas, including that of `finish()`, equals `tokenizer.decode` of all
+    pushed ids. A delta never ends inside a character: the bytes of an incomplete one (at most
+    three) wait for the next token.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:

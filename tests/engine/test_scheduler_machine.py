@@ -1,4 +1,4 @@
-"""Requests come, run, stop and are given up in any order; the laws hold after every move.
+"""Requests arrive, run, finish and are aborted in any order; the invariants always hold.
 
 The engine, the scheduler, the page pool and the packed batch are the real ones; the device is fake
 (`fake_device.py`) and checks on every read that a row sees its own prefix and nothing else.

@@ -1,4 +1,4 @@
-"""Law 5 for encoders: hidden states equal the Hugging Face reference's, from either format."""
+"""Hidden states of encoders equal the Hugging Face reference, from either file format."""
 
 import dataclasses
 import functools

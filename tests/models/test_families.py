@@ -1,4 +1,4 @@
-"""Law 5 for every family: a model equals its Hugging Face reference, from either format."""
+"""A model of every family equals its Hugging Face reference, from either file format."""
 
 import functools
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The laws of `test_laws.py` for latent attention and experts, and DeepSeek-V3's file formats.
+"""The engine's invariants for latent attention and experts, and the file formats of DeepSeek-V3.
 
 A request's tokens do not depend on the batch; in batch-invariant mode neither do their bits.
 """

@@ -1,4 +1,4 @@
-"""Law 5: a model equals its Hugging Face reference."""
+"""A model equals its Hugging Face reference."""
 
 import json
 

@@ -149,7 +149,7 @@ class FakeRunner:
 
 
 def check_plan(plan: Plan, scheduler: Scheduler) -> None:
-    """The laws of every plan, right after `schedule`."""
+    """Check the invariants of a plan right after `schedule`."""
     assert 1 <= len(plan.rows) <= len(scheduler.running)
     assert all(row.num_tokens >= 1 for row in plan.rows)
     assert plan.num_tokens <= scheduler.max_num_batched_tokens

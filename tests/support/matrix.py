@@ -1,6 +1,6 @@
 """Choosing the cases of a test matrix that run.
 
-A test marked `matrix` repeats one law over many cases. `make test` runs one case of each matrix,
+A test marked `matrix` repeats one check over many cases. `make test` runs one case of each matrix,
 CI adds a tenth of the others, another tenth for each commit, and `make test-all` runs them all.
 `matrix(by=("backend", "dtype"))` keeps cases until each value of each parameter named has run
 once, so that no value goes untested. A test marked `ci` takes long and proves little that a

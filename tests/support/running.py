@@ -76,7 +76,7 @@ def all_logits(model: FunctionalModel, weights: Weights, token_ids: Sequence[int
 def engine(
     model: FunctionalModel, weights: Weights, options: Mapping[str, Any] | None = None, **named: Any
 ) -> Engine:
-    """An engine with a small cache that checks its laws after every step."""
+    """Make an engine with a small cache that checks its invariants after every step."""
     small = {
         "max_model_len": 96,
         "warm_up": False,

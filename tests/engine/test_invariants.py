@@ -1,4 +1,4 @@
-"""Laws 1 and 2: a request's tokens depend on that request alone, and no page is ever lost."""
+"""A request's tokens are independent of other requests, and no page is ever lost."""
 
 import random
 
@@ -14,7 +14,7 @@ from tests.support import running
 VARIANT = "gqa"
 NUM_REQUESTS = 12
 
-# Every way of running the same requests; the baseline is each alone, without overlap or sharing.
+# Ways to run the same requests; the baseline runs each alone, without overlap or sharing.
 MODES = {
     "sync": {"overlap": False},
     "overlap": {},
@@ -36,7 +36,7 @@ MODES = {
 
 
 def random_requests(seed: int) -> list[tuple[list[int], SamplingParams]]:
-    """Prompts that share prefixes, greedy and sampled; token 0 is kept out (see `poisoned`)."""
+    """Make greedy and sampled requests that share prefixes and never use token 0."""
     rng = random.Random(seed)
     prefix = [rng.randrange(1, 272) for _ in range(40)]
     requests = []
@@ -58,7 +58,7 @@ def random_requests(seed: int) -> list[tuple[list[int], SamplingParams]]:
 
 
 def poison(engine) -> None:
-    """NaN in every page: what nobody wrote must reach nobody."""
+    """Fill every page with NaN, so that reading an unwritten value is detected."""
     state = engine.runner.state
     poison_of = lambda a: jnp.full_like(a, 99 if a.dtype == jnp.int8 else jnp.nan)
     pages = jax.tree.map(poison_of, state.pages)
@@ -66,7 +66,7 @@ def poison(engine) -> None:
 
 
 def poisoned_weights(model, weights):
-    """NaN as the embedding of token 0, which is what padding tokens hold."""
+    """Return weights with a NaN embedding for token 0, which is the id of padding tokens."""
     spoil = lambda spec, w: w.at[0].set(jnp.nan) if spec.path == "embed.weight" else w
     return tuple(spoil(spec, w) for spec, w in zip(model.parameters, weights, strict=True))
 
@@ -84,7 +84,7 @@ def run_alone(model, weights, requests, options):
 
 
 def run_staggered(model, weights, requests, options, seed=0):
-    """All requests, each added at a random step, some long after the first has ended."""
+    """Run all requests, each added at a random step, some after the first has finished."""
     engine = running.engine(model, weights, options)
     poison(engine)
     rng = random.Random(seed)
@@ -111,8 +111,8 @@ def alone(model_and_weights):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_staggered_requests_equal_each_alone(model_and_weights, alone, mode):
-    """In float32 at these sizes the arithmetic of a bucket changes bits, never a token."""
+def test_staggered_requests_equal_requests_alone(model_and_weights, alone, mode):
+    """In float32 at these sizes, the arithmetic of a bucket changes bits but no token."""
     model, weights = model_and_weights
     for seed, expected in alone.items():
         requests = random_requests(seed)
@@ -126,8 +126,8 @@ def test_staggered_requests_equal_each_alone(model_and_weights, alone, mode):
 
 
 @pytest.mark.parametrize("mode", ["overlap", "tiny_pool", "chunks_of_5", "all_at_once"])
-def test_batch_invariant_mode_is_equal_bit_for_bit(mode):
-    """Log-probabilities too: the same floats whoever shares the batch and however it is cut."""
+def test_batch_invariant_mode_is_bitwise_equal(mode):
+    """Logprobs are the same floats too, in any batch and with any chunks."""
     model, weights = running.tiny(VARIANT, Numerics(batch_invariant=True))
     weights = poisoned_weights(model, weights)
     options = {"batch_invariant": True}
@@ -142,9 +142,8 @@ def test_batch_invariant_mode_is_equal_bit_for_bit(mode):
 
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 @pytest.mark.parametrize("mode", ["overlap", "tiny_pool", "chunks_of_5"])
-def test_a_quantized_cache_keeps_the_law_bit_for_bit(mode, dtype):
-    """A token is quantized once, by itself: pages that are shared, recomputed or filled in other
-    chunks hold the same numbers."""
+def test_quantized_cache_is_bitwise_equal(mode, dtype):
+    """Each token is quantized on its own, so shared or recomputed pages have the same values."""
     model, weights = running.tiny(VARIANT, Numerics(batch_invariant=True))
     weights = poisoned_weights(model, weights)
     cache = {**MODES[mode].get("cache", {}), "dtype": dtype}
@@ -159,8 +158,8 @@ def test_a_quantized_cache_keeps_the_law_bit_for_bit(mode, dtype):
     assert [r.logprobs for r in got] == [r.logprobs for r in expected]
 
 
-def test_padding_and_unused_pages_reach_nobody(model_and_weights, alone):
-    """The baseline above ran poisoned; here the same tokens come out of clean memory."""
+def test_padding_and_unused_pages_do_not_affect_tokens(model_and_weights, alone):
+    """Poisoned memory, as in the baseline, and clean memory give the same tokens."""
     model, weights = model_and_weights
     _, clean = running.tiny(VARIANT)
     engine = running.engine(model, clean, {"overlap": False})
@@ -172,8 +171,8 @@ def test_padding_and_unused_pages_reach_nobody(model_and_weights, alone):
     assert any(np.isnan(np.asarray(w)).any() for w in weights)
 
 
-def test_aborts_at_any_moment_leave_the_others_alone(model_and_weights, alone):
-    """Waiting, running, preempted, or in a step in flight: an abort frees its pages at once."""
+def test_aborts_do_not_affect_other_requests(model_and_weights, alone):
+    """An abort frees pages at once, whether waiting, running, preempted or in flight."""
     model, weights = model_and_weights
     for seed in range(4):
         rng = random.Random(seed)
@@ -199,7 +198,7 @@ def test_aborts_at_any_moment_leave_the_others_alone(model_and_weights, alone):
                 assert request.output_token_ids == expected
 
 
-def test_a_full_prefix_hit_recomputes_one_token(model_and_weights):
+def test_full_prefix_hit_recomputes_one_token(model_and_weights):
     model, weights = model_and_weights
     engine = running.engine(model, weights)
     prompt = list(range(1, 33))  # four full pages
@@ -228,8 +227,8 @@ def test_salted_requests_share_no_pages(model_and_weights):
     assert engine.scheduler.num_shared_tokens == 31
 
 
-def test_one_program_a_bucket_and_none_after_warm_up(model_and_weights):
-    """The compile budget: buckets by tokens only, whatever the rows, lengths and parameters."""
+def test_warm_up_compiles_one_program_per_bucket(model_and_weights):
+    """Only the number of tokens selects a program, not rows, lengths or parameters."""
     model, weights = model_and_weights
     engine = running.engine(model, weights, {"bucket_growth": 4})
     names = []
@@ -243,8 +242,8 @@ def test_one_program_a_bucket_and_none_after_warm_up(model_and_weights):
     assert engine.runner.num_late_compiles == 0
 
 
-def test_an_engine_that_is_dropped_frees_its_programs(model_and_weights):
-    """jit's caches would keep them: the process runs out of memory maps after some 25 engines."""
+def test_deleted_engine_frees_its_programs(model_and_weights):
+    """If jit's caches kept them, a process would exhaust its memory maps after about 25 engines."""
     import gc
     import weakref
 
@@ -260,8 +259,8 @@ def test_an_engine_that_is_dropped_frees_its_programs(model_and_weights):
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("place", ["before the device", "after the device", "while reading"])
-def test_an_interrupted_step_loses_nothing(model_and_weights, alone, monkeypatch, overlap, place):
-    """Ctrl-C or a failing device: the next call goes on, and the tokens are the same."""
+def test_interrupted_step_loses_no_request(model_and_weights, alone, monkeypatch, overlap, place):
+    """After Ctrl-C or a device failure the next step continues, and the tokens are the same."""
     model, weights = model_and_weights
     engine = running.engine(model, weights, {"overlap": overlap})
     added = [engine.add(prompt, params)[0] for prompt, params in random_requests(1)]
