@@ -11,6 +11,7 @@ replaces only the invalid bytes.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Protocol
@@ -35,6 +36,18 @@ class Backend(Protocol):
     def id_to_token(self, id: int, /) -> str | None: ...
 
 
+@dataclasses.dataclass(frozen=True)
+class SpecialTokens:
+    """The special tokens of a vocabulary."""
+
+    ids: Iterable[int] = ()
+    eos_ids: Iterable[int] = ()
+    bos_id: int | None = None
+    prefix_ids: Sequence[int] = ()  # before each text that is encoded with special tokens
+    suffix_ids: Sequence[int] = ()  # after it
+    named: Mapping[str, str] = dataclasses.field(default_factory=dict)  # for chat templates
+
+
 class Tokenizer:
     """A model's tokenizer, with its special tokens and its chat template.
 
@@ -50,25 +63,21 @@ class Tokenizer:
         backend: Backend,
         token_bytes: Sequence[bytes],
         *,
-        special_token_ids: Iterable[int] = (),
-        eos_token_ids: Iterable[int] = (),
-        bos_token_id: int | None = None,
-        prefix_ids: Sequence[int] = (),
-        suffix_ids: Sequence[int] = (),
         first_bytes: Mapping[int, bytes] | None = None,
+        special: SpecialTokens | None = None,
         chat_template: str | None = None,
-        named_special_tokens: Mapping[str, str] | None = None,
     ) -> None:
+        special = special or SpecialTokens()
         self._backend = backend
         self._token_bytes = tuple(token_bytes)
         self._first_bytes = dict(first_bytes or {})
-        self.special_token_ids = frozenset(special_token_ids)
-        self.eos_token_ids = tuple(eos_token_ids)
-        self.bos_token_id = bos_token_id
-        self._prefix_ids = list(prefix_ids)
-        self._suffix_ids = list(suffix_ids)
+        self.special_token_ids = frozenset(special.ids)
+        self.eos_token_ids = tuple(special.eos_ids)
+        self.bos_token_id = special.bos_id
+        self._prefix_ids = list(special.prefix_ids)
+        self._suffix_ids = list(special.suffix_ids)
         self._chat_template = None if chat_template is None else ChatTemplate(chat_template)
-        self._named_special_tokens = dict(named_special_tokens or {})
+        self._named_special_tokens = dict(special.named)
 
     @property
     def vocab_size(self) -> int:

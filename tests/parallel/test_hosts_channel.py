@@ -21,18 +21,10 @@ import pytest
 from absl import logging
 
 from jaxinfer import Engine
-from jaxinfer.parallel.hosts import ALONE, HostsError, follow
+from jaxinfer.parallel.hosts import ALONE, HostsError, follow, messages
 from jaxinfer.parallel.hosts.channel import Link, LinkMonitor
 from jaxinfer.parallel.hosts.handshake import ProcessInfo, accept_all, connect, listen
-from jaxinfer.parallel.hosts.messages import (
-    MAX_FRAME_BYTES,
-    Message,
-    Op,
-    decode_frames,
-    encode_frame,
-    pack_call,
-    unpack_call,
-)
+from jaxinfer.parallel.hosts.messages import Message, Op, decode_frames, encode_frame
 from jaxinfer.parallel.hosts.peers import Follower, Leader
 
 FACTS = {"jaxinfer": "0.1.0", "jax": "0.10.2"}
@@ -128,11 +120,11 @@ def test_call_round_trips_through_frames():
         np.array([True, False]),
     ]
     stream = bytearray(
-        encode_frame(Op.STEP, pack_call(-3, arrays)) + encode_frame(Op.HEARTBEAT) + b"\x05"
+        encode_frame(Op.STEP, messages.pack_call(-3, arrays)) + encode_frame(Op.HEARTBEAT) + b"\x05"
     )
     call, heartbeat = decode_frames(stream, 1)
     assert (heartbeat.op, heartbeat.process_id, stream) == (Op.HEARTBEAT, 1, b"\x05")
-    op, number, received = unpack_call(call)
+    op, number, received = messages.unpack_call(call)
     assert (op, number, len(received)) == (Op.STEP, -3, len(arrays))
     for sent, got in zip(arrays, received, strict=True):
         assert got.dtype == sent.dtype and got.flags.aligned and got.flags.owndata
@@ -140,8 +132,8 @@ def test_call_round_trips_through_frames():
 
 
 def test_step_number_exceeds_32_bits():
-    check = Message(Op.CHECK, pack_call(2**31 + 5, [PLAN]), 0)
-    assert unpack_call(check).number == 2**31 + 5
+    check = Message(Op.CHECK, messages.pack_call(2**31 + 5, [PLAN]), 0)
+    assert messages.unpack_call(check).number == 2**31 + 5
 
 
 @pytest.mark.parametrize(
@@ -150,13 +142,13 @@ def test_step_number_exceeds_32_bits():
 def test_invalid_frame_is_refused(head):
     with pytest.raises(ValueError, match="a frame of"):
         decode_frames(bytearray(head), 1)
-    assert int.from_bytes(b"GET ", "little") > MAX_FRAME_BYTES
+    assert int.from_bytes(b"GET ", "little") > messages.MAX_FRAME_BYTES
 
 
 def test_array_of_objects_is_refused():
-    payload = pack_call(0, [np.zeros(1, np.int64)]).replace(b"<i8", b"|O\0")
+    payload = messages.pack_call(0, [np.zeros(1, np.int64)]).replace(b"<i8", b"|O\0")
     with pytest.raises((ValueError, TypeError)):
-        unpack_call(Message(Op.STEP, payload, 0))
+        messages.unpack_call(Message(Op.STEP, payload, 0))
 
 
 def test_followers_repeat_the_calls_of_process_0(group):

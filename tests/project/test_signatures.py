@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.paths import ROOT
 
-FOLDERS = ("kernels",)
+FOLDERS = ("jaxinfer", "kernels", "sharding", "serving", "scripts", "tests")
 MAX_PARAMETERS = 8
 
 
@@ -44,7 +44,9 @@ def too_many(path: Path) -> list[str]:
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_functions_take_at_most_eight_parameters(folder):
-    assert not [line for path in sorted((ROOT / folder).rglob("*.py")) for line in too_many(path)]
+    generated = ROOT / "serving" / "protos"  # gRPC's generator decides its signatures
+    paths = [p for p in sorted((ROOT / folder).rglob("*.py")) if generated not in p.parents]
+    assert not [line for path in paths for line in too_many(path)]
 
 
 def test_the_check_counts_every_kind_of_parameter(tmp_path):

@@ -374,14 +374,9 @@ def test_process_serves_an_encoder_directory(embedder, tmp_path):
     wanted = vectors_of(embedder, TEXTS)
     command = [sys.executable, "scripts/serve.py", f"--model={checkpoint()}", "--http_port=0"]
     command += ["--grpc_port=0", "--set=bucket_growth=3", "--set=scheduler.max_num_seqs=1"]
-    root = ROOT
     log = tmp_path / "log"
-    with (
-        log.open("w") as stderr,
-        subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=stderr, cwd=root, text=True
-        ) as server,
-    ):
+    started = {"stdout": subprocess.PIPE, "cwd": ROOT, "text": True}
+    with log.open("w") as stderr, subprocess.Popen(command, stderr=stderr, **started) as server:
         try:
             assert server.stdout is not None
             about = json.loads(server.stdout.readline())

@@ -21,7 +21,7 @@ from jaxinfer.loading.tokenizers.gguf_vocabulary import (
     read_vocabulary,
     special_ids,
 )
-from jaxinfer.text.tokenizer import Tokenizer
+from jaxinfer.text.tokenizer import SpecialTokens, Tokenizer
 
 
 def build_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
@@ -51,17 +51,20 @@ def build_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
         eos = ids.eos[0] if ids.eos else None
         prefix, suffix = (ids.bos, "add_bos_token"), (eos, "add_eos_token")
     named = ids.named()
+    special = SpecialTokens(
+        ids={*vocabulary.special, *(named.values() if model == "bert" else ())},
+        eos_ids=ids.eos,
+        bos_id=ids.bos,
+        prefix_ids=_affix_ids(path, metadata, *prefix, built.adds_bos),
+        suffix_ids=_affix_ids(path, metadata, *suffix, built.adds_eos),
+        named={name: vocabulary.tokens[i] for name, i in named.items()},
+    )
     return Tokenizer(
         built.backend,
         built.table.data,
         first_bytes=built.table.first,
-        special_token_ids={*vocabulary.special, *(named.values() if model == "bert" else ())},
-        eos_token_ids=ids.eos,
-        bos_token_id=ids.bos,
-        prefix_ids=_affix_ids(path, metadata, *prefix, built.adds_bos),
-        suffix_ids=_affix_ids(path, metadata, *suffix, built.adds_eos),
+        special=special,
         chat_template=read_string(path, metadata, "tokenizer.chat_template"),
-        named_special_tokens={name: vocabulary.tokens[i] for name, i in named.items()},
     )
 
 

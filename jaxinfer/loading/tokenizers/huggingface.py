@@ -39,7 +39,7 @@ from jaxinfer.loading.tokenizers.tokenizer_parts import (
     read_text,
     too_large,
 )
-from jaxinfer.text.tokenizer import Tokenizer
+from jaxinfer.text.tokenizer import SpecialTokens, Tokenizer
 
 MAX_TOKENIZER_BYTES = 256 * 2**20  # the largest tokenizer.json in use has 34 MB
 MAX_TEMPLATE_BYTES = 2**20  # the largest in use have 30 KB
@@ -73,17 +73,20 @@ def build_tokenizer(directory: Path, defaults: GenerationDefaults) -> Tokenizer:
     eos = defaults.eos_token_ids
     if not eos and "eos_token" in ids:
         eos = (ids["eos_token"],)
+    special = SpecialTokens(
+        ids=parts.special,
+        eos_ids=eos,
+        bos_id=bos,
+        prefix_ids=parts.prefix,
+        suffix_ids=parts.suffix,
+        named=parts.named,
+    )
     return Tokenizer(
         parts.backend,
         parts.table.data,
         first_bytes=parts.table.first,
-        special_token_ids=parts.special,
-        eos_token_ids=eos,
-        bos_token_id=bos,
-        prefix_ids=parts.prefix,
-        suffix_ids=parts.suffix,
+        special=special,
         chat_template=_chat_template(directory, config),
-        named_special_tokens=parts.named,
     )
 
 
