@@ -81,7 +81,7 @@ class EngineLike(Protocol):
         ...
 
     def check(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams = ..., *, priority: int = 0
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, *, priority: int = 0
     ) -> Any:
         """Raise the `InvalidRequestError` that `add` would; nothing is queued."""
         ...

@@ -87,7 +87,7 @@ def test_rows_that_would_be_padding_go_to_shorter_texts():
         waiting.add(request(arrival, length))
     batch = waiting.take()
     assert batch is not None and batch.bucket == (8, 32)
-    assert [each.arrival for each in batch.requests] == [0, 1, 3, 2, 4]
+    assert [each.rank.arrival for each in batch.requests] == [0, 1, 3, 2, 4]
     waiting.put_back(batch.requests)
     assert waiting.take() == batch
 

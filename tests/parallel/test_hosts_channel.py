@@ -13,14 +13,13 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from absl import logging
 
-from jaxinfer import Engine
+from jaxinfer.engine.recovery import recovering
 from jaxinfer.parallel.hosts import ALONE, HostsError, follow, messages
 from jaxinfer.parallel.hosts.channel import Link, LinkMonitor
 from jaxinfer.parallel.hosts.handshake import ProcessInfo, accept_all, connect, listen
@@ -312,10 +311,9 @@ def test_engine_reports_only_the_lost_process(error):
         recovered.append(True)
         raise HostsError("process 1 is lost")
 
-    engine: Any = SimpleNamespace(_recover=recover)
     with (
         pytest.raises(HostsError, match="process 1 is lost") as caught,
-        Engine._recovering(engine),
+        recovering(recover),
     ):
         raise error
     printed = "".join(traceback.format_exception(caught.value))
