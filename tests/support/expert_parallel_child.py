@@ -23,7 +23,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 from jaxinfer.execution import compilation_cache  # noqa: E402  (devices are configured first)
 from jaxinfer.kernels.quantized_matmul import quantize  # noqa: E402
-from jaxinfer.models.family import Family  # noqa: E402
+from jaxinfer.models.family import Family, WeightTable  # noqa: E402
 from jaxinfer.models.functional import FunctionalModel  # noqa: E402
 from jaxinfer.nn.experts import ClampedSwiGLU, Experts, ExpertsConfig, RouterConfig  # noqa: E402
 from jaxinfer.nn.layers import Numerics  # noqa: E402
@@ -71,7 +71,7 @@ def functional(config: ExpertsConfig, numerics: Numerics) -> FunctionalModel:
         models="",
         build=lambda config, numerics: Experts(D, config, numerics),
         config_from_hf=lambda *_: config,
-        hf_weights=lambda _: {},
+        hf_weights=lambda _: WeightTable(()),
     )
     return FunctionalModel(family, config, numerics)
 

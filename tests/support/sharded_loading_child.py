@@ -1,7 +1,5 @@
 """Run by tests/parallel/test_sharded_loading.py in a process with eight devices: prints JSON.
 
-python tests/support/sharded_loading_child.py FOLDER
-
 What each device holds is compared with a part of the one-device weights that is cut out here, from
 the layout and the device's place in the mesh, apart from the code that places weights.
 """
@@ -395,14 +393,7 @@ def opened(folder: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    result = {
-        "loaded": {family: loaded(family) for family in FAMILIES},
-        "unlike": stages_unlike(),
-        "act-order": with_act_order(),
-        "drawn": drawn(),
-        "restored": restored(folder),
-        "touched": touched(folder),
-        "items": items(),
-        "opened": opened(folder),
-    }
+    result = {"loaded": {name: loaded(name) for name in FAMILIES}, "unlike": stages_unlike()}
+    result |= {"act-order": with_act_order(), "drawn": drawn(), "restored": restored(folder)}
+    result |= {"touched": touched(folder), "items": items(), "opened": opened(folder)}
     print(json.dumps(result))

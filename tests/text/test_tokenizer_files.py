@@ -102,81 +102,81 @@ def replace_file(name: str, content: bytes) -> Callable[[Path], None]:
     return change
 
 
-@pytest.mark.parametrize(
-    ("name", "config", "change", "message"),
-    [
-        (
-            "files_bert",
-            {},
-            remove_text("vocab.txt", "[SEP]\n"),
-            r"lacks the special tokens '\[SEP\]'",
-        ),
-        ("files_bert", {}, replace_file("vocab.txt", b"\xff\xfe"), "vocab.txt: cannot be read"),
-        ("files_bert", {"do_lower_case": "no"}, None, "do_lower_case is 'no'"),
-        ("files_bert", {"tokenizer_class": "MPNetTokenizer"}, None, "class 'MPNetTokenizer'"),
-        ("files_gpt2", {"tokenizer_class": "CLIPTokenizer"}, None, "class 'CLIPTokenizer', known"),
-        (
-            "files_gpt2",
-            {},
-            replace_file("merges.txt", b"#version: 1\nq zz\n"),
-            "line 2 is 'q zz', not two",
-        ),
-        (
-            "files_gpt2",
-            {},
-            replace_file("vocab.json", b'{"a": -1}'),
-            "token 'a' has id -1, an id below",
-        ),
-        (
-            "files_gpt2",
-            {},
-            replace_file("vocab.json", b'{"a": 4294967296}'),
-            "'a' has id 4294967296, a",
-        ),
-        (
-            "files_gpt2",
-            {},
-            replace_file("vocab.json", b'{"a": "0"}'),
-            "token 'a' has id '0', an id",
-        ),
-        ("model_bpe", {"added_tokens_decoder": {"9" * 5000: {}}}, None, "not an object of token"),
-        ("model_bpe", {"added_tokens_decoder": {"\u0661": {}}}, None, "not an object of token"),
-        (
-            "files_gpt2",
-            {},
-            replace_file("chat_template.jinja", b" " * (2**20 + 1)),
-            "chat_template.jinja: 1,048,577 bytes are more than the limit of 1,048,576",
-        ),
-        ("files_roberta", {"cls_token": "<cls>"}, None, "lacks the special tokens '<cls>'"),
-        (
-            "model_bpe",
-            {},
-            replace_file("tokenizer.model", b"IQ== 0\nIg== 1\n"),
-            "a tiktoken file of that",
-        ),
-        ("model_bpe", {}, replace_file("tokenizer.model", b""), "it has no pieces"),
-        (
-            "model_bpe",
-            {"tokenizer_class": "XLMRobertaTokenizer"},
-            None,
-            "renumbers these pieces",
-        ),
-        ("model_bpe", {"add_bos_token": "yes"}, None, "add_bos_token is 'yes'"),
-        ("files_qwen2", {"add_bos_token": True}, None, "is true, but there is no bos_token"),
-        (
-            "model_bpe",
-            {"added_tokens_decoder": {"99999999": {"content": "x"}}},
-            None,
-            "added token id 99,999,999 is not below",
-        ),
-        (
-            "model_bpe",
-            {},
-            replace_file("added_tokens.json", b'{"x": "y"}'),
-            "not an object of token ids",
-        ),
-    ],
-)
+DAMAGED = [
+    (
+        "files_bert",
+        {},
+        remove_text("vocab.txt", "[SEP]\n"),
+        r"lacks the special tokens '\[SEP\]'",
+    ),
+    ("files_bert", {}, replace_file("vocab.txt", b"\xff\xfe"), "vocab.txt: cannot be read"),
+    ("files_bert", {"do_lower_case": "no"}, None, "do_lower_case is 'no'"),
+    ("files_bert", {"tokenizer_class": "MPNetTokenizer"}, None, "class 'MPNetTokenizer'"),
+    ("files_gpt2", {"tokenizer_class": "CLIPTokenizer"}, None, "class 'CLIPTokenizer', known"),
+    (
+        "files_gpt2",
+        {},
+        replace_file("merges.txt", b"#version: 1\nq zz\n"),
+        "line 2 is 'q zz', not two",
+    ),
+    (
+        "files_gpt2",
+        {},
+        replace_file("vocab.json", b'{"a": -1}'),
+        "token 'a' has id -1, an id below",
+    ),
+    (
+        "files_gpt2",
+        {},
+        replace_file("vocab.json", b'{"a": 4294967296}'),
+        "'a' has id 4294967296, a",
+    ),
+    (
+        "files_gpt2",
+        {},
+        replace_file("vocab.json", b'{"a": "0"}'),
+        "token 'a' has id '0', an id",
+    ),
+    ("model_bpe", {"added_tokens_decoder": {"9" * 5000: {}}}, None, "not an object of token"),
+    ("model_bpe", {"added_tokens_decoder": {"\u0661": {}}}, None, "not an object of token"),
+    (
+        "files_gpt2",
+        {},
+        replace_file("chat_template.jinja", b" " * (2**20 + 1)),
+        "chat_template.jinja: 1,048,577 bytes are more than the limit of 1,048,576",
+    ),
+    ("files_roberta", {"cls_token": "<cls>"}, None, "lacks the special tokens '<cls>'"),
+    (
+        "model_bpe",
+        {},
+        replace_file("tokenizer.model", b"IQ== 0\nIg== 1\n"),
+        "a tiktoken file of that",
+    ),
+    ("model_bpe", {}, replace_file("tokenizer.model", b""), "it has no pieces"),
+    (
+        "model_bpe",
+        {"tokenizer_class": "XLMRobertaTokenizer"},
+        None,
+        "renumbers these pieces",
+    ),
+    ("model_bpe", {"add_bos_token": "yes"}, None, "add_bos_token is 'yes'"),
+    ("files_qwen2", {"add_bos_token": True}, None, "is true, but there is no bos_token"),
+    (
+        "model_bpe",
+        {"added_tokens_decoder": {"99999999": {"content": "x"}}},
+        None,
+        "added token id 99,999,999 is not below",
+    ),
+    (
+        "model_bpe",
+        {},
+        replace_file("added_tokens.json", b'{"x": "y"}'),
+        "not an object of token ids",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "config", "change", "message"), DAMAGED)
 def test_damaged_files_are_refused_with_the_reason(name, config, change, message, tmp_path):
     folder = changed(name, tmp_path, **config)
     if change is not None:
