@@ -3,26 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-
-ROOT = Path(__file__).parent.parent.parent.parent
-
-
-def source_links(folder: Path) -> Path:
-    """Make a folder that holds `jaxinfer` as a wheel does, by links, for use without
-    installation."""
-    package = folder / "jaxinfer"
-    package.mkdir()
-    for path in (ROOT / "jaxinfer").iterdir():
-        (package / path.name).symlink_to(path)
-    for name in ("kernels", "configs", "serving", "sharding"):
-        (package / name).symlink_to(ROOT / name)
-    return folder
 
 
 @contextlib.contextmanager
@@ -31,17 +15,12 @@ def search_path(packages: str | None) -> Iterator[list[str]]:
 
     This process only plans, so its JAX leaves the device and its memory to the children.
     """
-    with tempfile.TemporaryDirectory() as name:
-        folders: list[str] = []
-        if packages:
-            folders.append(str(Path(packages).resolve()))
-        if importlib.util.find_spec("jaxinfer") is None:
-            folders.append(str(source_links(Path(name))))
-        sys.path[1:1] = folders
-        import jax
+    folders = [str(Path(packages).resolve())] if packages else []
+    sys.path[1:1] = folders
+    import jax
 
-        jax.config.update("jax_platforms", "cpu")
-        yield folders
+    jax.config.update("jax_platforms", "cpu")
+    yield folders
 
 
 def environment(folders: list[str], *, rehearse: bool) -> dict[str, str | None]:
