@@ -129,8 +129,8 @@ def test_logprobs_equal_those_of_the_raw_logits(model_and_weights, greedy):
     logp = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
     for count in (0, 1, 5, 20):
         requests, _ = generate(model_and_weights, {"logprobs": count, "ignore_eos": True})
-        assert len(requests[0].logprobs) == len(greedy)
-        for i, entry in enumerate(requests[0].logprobs):
+        assert len(requests[0].logprobs.output) == len(greedy)
+        for i, entry in enumerate(requests[0].logprobs.output):
             row = logp[len(PROMPT) - 1 + i]
             assert entry.token_id == greedy[i]
             assert abs(entry.logprob - row[greedy[i]]) < 1e-4
