@@ -35,8 +35,9 @@ def blocks(language: str) -> list:
 
 
 def in_this_environment(command: str) -> str:
-    command = command.replace(".venv/bin/jaxinfer", f"{sys.executable} -m jaxinfer")
-    return command.replace(".venv/bin/python", sys.executable)
+    """The command with this interpreter in place of the clone's environment."""
+    programs = {"python": sys.executable, "jaxinfer": f"{sys.executable} -m jaxinfer"}
+    return re.sub(r"(?<!\S)\.venv/bin/(\w+)", lambda match: programs[match[1]], command)
 
 
 @pytest.mark.ci

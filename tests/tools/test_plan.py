@@ -349,7 +349,7 @@ WRONG = {
     "--compiled=0": "--compiled=0",
     "--nosuch": "Unknown command line flag 'nosuch'",
     "--model=": "--model and --target are needed",
-    "--model=/nonexist/x": "no such file or directory",
+    "--model=/nonexist/x": "is not a file, a directory or a hub id",
     "--json=/nonexist/a.json": "is in no directory",
     "--json=/": "is a directory",
     "--model={encoder}": "is an encoder (bert): plans are of models that generate",
