@@ -49,7 +49,7 @@ def outputs(engine: Any) -> dict[str, Any]:
     running.run(engine)
     return {
         "tokens": running.tokens_of(requests),
-        "logprobs": [entry.logprob for entry in long.prompt_logprobs.values()],
+        "logprobs": [entry.logprob for entry in long.logprobs.prompt.values()],
         "preemptions": engine.scheduler.num_preemptions,
         "shared": engine.scheduler.num_shared_tokens,
     }
